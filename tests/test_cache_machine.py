@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -657,19 +657,19 @@ def test_block_pool_check_names_the_unit() -> None:
 def splits() -> Iterator[tuple[int, MemoryNeeds]]:
     for page in (0, 1, 3, 64, 1000):
         for slot in (0, 1, 7, 500):
-            for batch in (1, 2, 5, 16):
+            for batch in (1, 2, 5, 40):
                 for context in (1, 15, 16, 17, 100, 5000):
                     for limit in (None, 1, 40):
                         for budget in (1, 2, 3, 9, 50, 333, 1001, 2064, 9999, 40000, 10**6):
                             yield budget, MemoryNeeds(page, slot, context, batch, limit, (budget + context) % 3 * 20,
-                                                      budget % 4 == 1)
+                                                      slot // 3 * (budget % 4 == 1), budget % 5 > 0,
+                                                      budget % 2 > 0)
 
 
 def test_l4_memory_split_never_exceeds_the_budget_and_uses_it() -> None:
     held = refused = 0
     for budget, needs in splits():
-        own = 2 if needs.ahead else 1
-        smallest = needs.page_bytes + (own + 1) * needs.slot_bytes + needs.row_bytes
+        smallest = needs.page_bytes + needs.log_bytes + 2 * needs.slot_bytes + needs.row_bytes
         if budget < smallest:
             with pytest.raises(ConfigError, match="memory") as caught:
                 split_memory(budget, needs)
@@ -679,30 +679,45 @@ def test_l4_memory_split_never_exceeds_the_budget_and_uses_it() -> None:
         plan, asked = split_memory(budget, needs), needs.max_context or needs.model_context
         held += 1
         assert plan.rows is not None and 1 <= plan.rows <= plan.slots
-        if needs.row_bytes:  # what fewer slots than rows leave over
-            wasted = needs.row_bytes * max(budget // 16 // needs.row_bytes + 1 - plan.rows, 0)
-            assert plan.rows * needs.row_bytes <= needs.row_bytes + budget // 16
-            budget -= plan.rows * needs.row_bytes
-        else:
-            wasted = 0
+        assert plan.rows * needs.row_bytes <= needs.row_bytes + budget // 16
+        assert plan.delta_logs == (plan.max_batch if needs.log_bytes else 0)
+        budget -= plan.rows * needs.row_bytes + plan.delta_logs * needs.log_bytes
         assert plan.pages * needs.page_bytes + plan.slots * needs.slot_bytes <= budget
         assert plan.pages >= 1 and 1 <= plan.max_batch <= needs.max_batch
-        assert plan.slots > own * plan.max_batch
+        kept = plan.slots - plan.max_batch - 1 - plan.max_batch // 16
+        assert kept >= 0 and (needs.keeps or not kept)
         assert 1 <= plan.max_context <= asked and plan.max_context <= plan.pages * PAGE
         clamped = (plan.max_batch < needs.max_batch) + (plan.max_context < asked)
         assert sum("`memory`" in warning for warning in plan.warnings) == clamped
         assert len(plan.warnings) == clamped + (asked > needs.model_context)
-        # One sequence more would take more than half of the budget, a page more would not fit or not be used.
-        more = own * (plan.max_batch + 1) + 1
-        assert plan.max_batch == needs.max_batch or more * needs.slot_bytes > (budget - wasted) // 2
-        kept = plan.slots - own * plan.max_batch - 1
         assert not kept or not needs.slot_bytes or plan.max_context == asked, "kept at the cost of the context"
         spare = budget - plan.pages * needs.page_bytes - plan.slots * needs.slot_bytes
         most = plan.max_batch * -(-plan.max_context // PAGE)
         if needs.page_bytes:
             most += kept * (grid_spacing(needs.slot_bytes * PAGE / needs.page_bytes) // PAGE)
-        assert plan.pages == most or spare < needs.page_bytes + wasted
+        assert plan.pages == most or spare < needs.page_bytes
     assert held > 1000 and refused > 1000
+
+
+def test_l4_sequences_come_before_checkpoints_and_behind_a_context_that_was_asked_for() -> None:
+    """In units: a page takes 1, a slot 100, a delta log 30."""
+    needs = MemoryNeeds(1, 100, 1600, 64, log_bytes=30)
+    roomy = split_memory(20_000, needs)
+    assert roomy.max_batch == 64 and roomy.max_context == 1600 and not roomy.warnings
+    assert roomy.slots > 64 + 5 and roomy.delta_logs == 64
+    bare = split_memory(20_000, replace(needs, keeps=False))
+    assert bare.slots == 64 + 5 and bare.pages == 64 * 100
+    # less than half is left for K/V, but that is a whole context and a few pages for each of the others
+    tight = split_memory(11_200, needs)
+    assert tight.max_batch == 64 and tight.slots <= 64 + 6 and tight.pages >= 100 + 63 * 32
+    long = replace(needs, model_context=160_000)
+    halved = split_memory(11_200, long)
+    assert halved.max_batch == 40 and halved.max_context < 160_000
+    long = replace(long, context_first=True)
+    asked = split_memory(11_200, replace(long, max_context=150_000))
+    assert asked.max_context == 150_000 and asked.max_batch == 13, "one that is asked for comes first"
+    whole = split_memory(11_200, replace(long, max_context=320_000))
+    assert whole.max_batch == 10 and 140_000 < whole.max_context < 160_000, "an eighth is for sequences"
 
 
 @given(st.integers(1, 1 << 40), st.integers(1, 1 << 24), st.integers(0, 1 << 26), st.integers(1, 1 << 18),
@@ -721,9 +736,9 @@ def test_l4_memory_split_holds_one_whole_sequence(budget: int, page: int, slot: 
 @given(st.integers(1, 1 << 24), st.integers(0, 1 << 26), st.integers(1, 1 << 18), st.integers(1, 256),
        st.integers(0, 1 << 20), st.integers(0, 1 << 16), st.booleans())
 def test_memory_plan_takes_no_more_than_needed(page: int, slot: int, context: int, batch: int, row: int, tokens: int,
-                                               ahead: bool) -> None:
+                                               logs: bool) -> None:
     """A whole context beside so many tokens, for as many sequences as are asked for."""
-    needs = MemoryNeeds(page, slot, context, batch, row_bytes=row, ahead=ahead)
+    needs = MemoryNeeds(page, slot, context, batch, row_bytes=row, log_bytes=slot // 3 * logs)
     plan = split_memory(enough(needs, tokens), needs)
     assert plan.max_batch == batch and plan.max_context == context and not plan.warnings
     whole = -(-context // PAGE)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from deltic.cache.memory_plan import MemoryPlan
+from deltic.cache.tensors import PoolOptions, delta_log_bytes, page_bytes, slot_bytes
+from deltic.cli.inspect import head_bytes, plan_cache, weight_bytes
 from deltic.config import EngineConfig, ModelConfig
 from deltic.errors import ConfigError
-from deltic.runner.memory import card_share, plan_memory, working_bytes
+from deltic.runner.memory import card_room, expected_card, fit_card, free_on_card, plan_memory, working_bytes
 
 GIB = 1 << 30
 
@@ -30,11 +34,15 @@ def planned(**options: Any) -> tuple[int, int]:
 
 
 def test_a_share_of_the_card_is_of_all_of_it(card: list[int]) -> None:
-    assert card_share("cuda", 0.9) == 62 * GIB, "10 of 80 are taken"
-    assert card_share("cuda", 0.9, 2 * GIB) == 60 * GIB, "and what steps work in"
+    options = EngineConfig(device="cuda", gpu_memory_utilization=0.9)
+    assert card_room(options) == 62 * GIB, "10 of 80 are taken"
+    assert card_room(EngineConfig(device="cuda", gpu_memory="24GiB")) == 14 * GIB
+    assert card_room(EngineConfig(device="cuda", gpu_memory="200GiB")) == 70 * GIB, "more than the card has"
+    assert free_on_card(options) == 70 * GIB
+    assert free_on_card(EngineConfig(device="cuda", gpu_memory="24GiB")) == 14 * GIB
     card[0] = 4 * GIB
-    with pytest.raises(ConfigError, match=r"=0.9 leaves no memory: of 81920 MiB of the GPU 77824 are taken.*raise it"):
-        card_share("cuda", 0.9)
+    with pytest.raises(ConfigError, match=r"=0.9 leaves no memory.*of 73728 MiB, weights.* take 77824.*raise it"):
+        card_room(options)
 
 
 def test_the_cache_takes_what_a_share_leaves(card: list[int]) -> None:
@@ -43,6 +51,7 @@ def test_the_cache_takes_what_a_share_leaves(card: list[int]) -> None:
     assert GIB < work < 4 * GIB
     assert planned() == planned(gpu_memory_utilization=0.9) == planned(memory=str(62 * GIB - work))
     assert planned(gpu_memory_utilization=0.5) == planned(memory=str(30 * GIB - work))
+    assert planned(gpu_memory="40GiB") == planned(memory=str(30 * GIB - work))
     card[0] = 8 * GIB
     assert planned() == planned(memory=str(2 * GIB)), "weights nearly fill the card: a quarter of what is free"
 
@@ -54,7 +63,7 @@ def test_more_tokens_and_more_experts_take_more_to_work_in() -> None:
 
 
 def test_share_that_leaves_no_memory_is_an_error(card: list[int]) -> None:
-    with pytest.raises(ConfigError, match=r"=0.13 leaves no memory.*raise it, lower token_budget"):
+    with pytest.raises(ConfigError, match=r"=0.13 leaves no memory.*raise it, lower `token_budget`"):
         planned(gpu_memory_utilization=0.13)
 
 
@@ -64,10 +73,101 @@ def test_a_share_is_a_number(share: Any) -> None:
         EngineConfig(device="cuda", gpu_memory_utilization=share)
 
 
+@pytest.mark.parametrize("limit", [{"gpu_memory_utilization": 0.9}, {"gpu_memory": "24GiB"}])
 @pytest.mark.parametrize(("options", "message"), [
     ({"device": "cpu"}, "is for GPUs: leave it out"), ({"memory": "4GiB"}, "leave one of them out"),
     ({"speculate": "draft:tiny"}, "not possible with a draft model")])
-def test_what_a_share_is_not_for(options: dict[str, Any], message: str) -> None:
+def test_what_a_limit_is_not_for(options: dict[str, Any], message: str, limit: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        EngineConfig(**{"device": "cuda", "gpu_memory_utilization": 0.9, **options})
-    assert caught.value.option == "gpu_memory_utilization"
+        EngineConfig(**{"device": "cuda", **limit, **options})
+    assert caught.value.option == next(iter(limit))
+
+
+def test_a_size_and_a_share_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="leave one of them out") as caught:
+        EngineConfig(device="cuda", gpu_memory="24GiB", gpu_memory_utilization=0.9)
+    assert caught.value.option == "gpu_memory"
+    with pytest.raises(ConfigError, match="gpu_memory must be a size such as 4GiB"):
+        EngineConfig(device="cuda", gpu_memory="0.8")
+
+
+@pytest.mark.parametrize(("size", "tokens"), [("24GiB", 2048), ("32GiB", 2048), ("40GiB", 8192)])
+def test_a_size_restricts_torch_and_shortens_steps(card: list[int], monkeypatch: pytest.MonkeyPatch, size: str,
+                                                   tokens: int) -> None:
+    fractions = list[float]()
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+    options = fit_card(EngineConfig(device="cuda", gpu_memory=size))
+    assert options.token_budget == tokens
+    # 10 GiB are taken, 3 of them by torch; half a GiB is for what torch does not allocate
+    assert fractions == [pytest.approx((int(size[:2]) - 7 - 0.5) / 80)]
+    assert fit_card(replace(options, token_budget=100)).token_budget == 100
+    with pytest.raises(ConfigError, match=r"gpu_memory=7GiB is less than CUDA and other programs take.* 7680 MiB"):
+        fit_card(EngineConfig(device="cuda", gpu_memory="7GiB"))
+    fractions.clear()
+    whole = EngineConfig(device="cuda")
+    assert fit_card(whole) is whole and not fractions
+    assert fit_card(EngineConfig(device="cpu")).token_budget == 512
+    card[:] = 23 * GIB, 24 * GIB
+    assert fit_card(whole).token_budget == 2048 and not fractions
+
+
+TOWER = GIB
+"""More than the vision tower of the 27B takes in bfloat16."""
+
+
+@pytest.mark.parametrize(("kv", "batch"), [("fp8", 8), ("auto", 1)])
+def test_27b_in_4_bits_has_64k_tokens_of_context_in_24_gib(kv: str, batch: int) -> None:
+    """With its vision tower and drafts."""
+    config = ModelConfig.preset("qwen3.5-27b")
+    options = EngineConfig(device="cuda", gpu_memory="24GiB", quant="q4_k", max_context=1 << 16, kv_dtype=kv)
+    weights = weight_bytes(config, "bfloat16", "q4_k") + head_bytes(config, options)
+    assert 4.5 < 8 * weight_bytes(config, "bfloat16", "q4_k") / config.parameter_count < 5.2
+    card = expected_card(config, options, weights + TOWER)
+    assert card and card.limit == 24 * GIB
+    plan, pools = plan_memory(config, options, torch.bfloat16, True, True, card=card)
+    assert plan.max_context == 1 << 16 and plan.max_batch >= batch and pools.delta_logs == plan.max_batch
+    total, cache = plan.notes
+    assert total.startswith("GPU memory: 24.00 GiB = ") and "contexts of up to 65,536 tokens" in cache
+    used = (plan.pages * page_bytes(config, pools.kv or torch.bfloat16, True)
+            + plan.slots * slot_bytes(config, torch.bfloat16, True)
+            + pools.delta_logs * delta_log_bytes(config, torch.bfloat16))
+    assert card.taken + card.steps + used <= 24 * GIB
+
+
+@pytest.mark.parametrize("size", ["16GiB", "12GiB"])
+def test_smaller_cards_get_the_best_plan_or_an_error_that_names_the_trade(size: str) -> None:
+    limits: dict[str, Any] = {"device": "cuda", "gpu_memory": size, "quant": "q4_k"}
+    large = EngineConfig(**limits)
+    with pytest.raises(ConfigError, match=f"gpu_memory={size} leaves no memory.*fewer bits.*`vision=False`.*drafts"):
+        preset_plan("qwen3.5-27b", large)
+    plan, _ = preset_plan("qwen3.5-9b", large)
+    wide, _ = preset_plan("qwen3.5-9b", EngineConfig(**limits, kv_dtype="fp8"))
+    assert plan.max_batch == 16 and 64_000 < plan.max_context < wide.max_context
+    assert any("`kv_dtype='fp8'` would hold" in warning for warning in plan.warnings)
+    assert not any("fp8" in warning for warning in wide.warnings)
+
+
+def preset_plan(name: str, options: EngineConfig) -> tuple[MemoryPlan, PoolOptions]:
+    found = plan_cache(ModelConfig.preset(name), options)
+    assert found
+    return found
+
+
+def test_256_sequences_of_4b_run_in_30_gib() -> None:
+    """A sequence takes one slot and one delta log."""
+    config, unit = ModelConfig.preset("qwen3.5-4b"), torch.bfloat16
+    assert slot_bytes(config, unit) + delta_log_bytes(config, unit) < 85 << 20
+    options = EngineConfig(device="cuda", memory="30GiB", max_batch=256)
+    plan, pools = plan_memory(config, options, unit, False, False, defers=True)
+    assert plan.max_batch == pools.delta_logs == 256 and not plan.warnings
+    states = plan.slots * slot_bytes(config, unit) + pools.delta_logs * delta_log_bytes(config, unit)
+    assert states / 256 < 85 << 20 and plan.pages * 16 > 256 * 1500
+
+
+def test_256_sequences_of_9b_run_on_a_card_of_80_gb(card: list[int]) -> None:
+    config = ModelConfig.preset("qwen3.5-9b")
+    card[0] -= 2 * config.parameter_count
+    options = EngineConfig(device="cuda", max_batch=256)
+    plan, pools = plan_memory(config, options, torch.bfloat16, False, False, defers=True)
+    assert plan.max_batch == pools.delta_logs == 256 and not plan.warnings

@@ -13,12 +13,12 @@ from test_house import FILES, ROOT, TREES, imports, room, shown, walk
 
 LINES = {
     ".": 1900,
-    "cache": 4050,
+    "cache": 4100,
     "chat": 6950,
     "cli": 4900,
     "config": 1700,
     "embeddings": 2600,
-    "engine": 3250,
+    "engine": 3350,
     "export": 3950,
     "loader": 5950,
     "model": 750,

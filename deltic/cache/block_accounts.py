@@ -9,8 +9,8 @@
                |                       | in use      |   tree (yet)                           |
                |<------ evictable ---->|<----------------- not evictable -------------------->|
 
-    slots:       free, spare for a step in flight, or of one owner: a sequence (its state, and those that steps write
-                 for checkpoints), a snapshot or a checkpoint
+    slots:       free, or of one owner: a sequence (its state, and those that steps write for checkpoints), a snapshot
+                 or a checkpoint
     delta logs:  free, or a sequence's
 
 A full page never changes, so that it may have many owners. A partial page has one owner, and is copied for another one.
@@ -33,7 +33,7 @@ Owner = TypeVar("Owner", SequenceCache, CacheSnapshot)
 
 
 class BlockAccounts:
-    """Pools, tree, sequences and snapshots by slot. spares: slots for states of steps in flight."""
+    """Pools, tree, sequences and snapshots by slot."""
 
     def __init__(self, sizes: PoolSizes, queue: OperationQueue) -> None:
         self.pages, self.slots = BlockPool("page", sizes.pages), BlockPool("slot", sizes.slots)
@@ -41,7 +41,6 @@ class BlockAccounts:
         self.tree = PrefixTree(self.pages, self.slots, sizes.slot_tokens)
         self.sequences: dict[int, SequenceCache] = {}
         self.snapshots: dict[int, CacheSnapshot] = {}
-        self.spares: dict[int, None] = {}
         self.queue = queue
 
     @property
@@ -133,8 +132,7 @@ class BlockAccounts:
         """Asserts that free, owned and kept units are all there are, and that no page that will change is shared."""
         owners, sequences = self.owners, self.sequences.values()
         checkpoint_slots = [slot for cache in sequences for slot in cache.checkpoint_slots.values()]
-        self.slots.check([*(owner.slot for owner in owners), *checkpoint_slots, *self.spares,
-                          *self.tree.owned_slots()])
+        self.slots.check([*(owner.slot for owner in owners), *checkpoint_slots, *self.tree.owned_slots()])
         self.delta_logs.check(cache.delta_log for cache in sequences if cache.delta_log is not None)
         counts = Counter(self.tree.owned_pages())
         for owner in owners:
@@ -182,18 +180,3 @@ class StateSlots:
         first.slot, second.slot = second.slot, first.slot
         self._accounts.sequences[first.slot] = first
         self._accounts.sequences[second.slot] = second
-
-    def allocate_spares(self, count: int) -> None:
-        """Takes up to `count` spare slots; at least `count` + 1 slots stay for sequences."""
-        spares, slots = self._accounts.spares, self._accounts.slots
-        missing = min(count - len(spares), slots.free - count - 1)
-        spares.update(dict.fromkeys(slots.take(max(missing, 0)) or ()))
-
-    def swap_spare(self, cache: SequenceCache, spare: int) -> None:
-        """Exchanges a sequence's slot for the spare one that a step wrote its state to."""
-        spares = self._accounts.spares
-        del spares[spare]
-        spares[cache.slot] = None
-        self._accounts.remove(cache)
-        cache.slot = spare
-        self._accounts.add(cache)

@@ -1,7 +1,8 @@
-"""Splits memory between K/V pages and state slots, and chooses the positions of checkpoints. No torch."""
+"""Splits memory between K/V pages, state slots and delta logs, and chooses the positions of checkpoints. No torch."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -13,16 +14,22 @@ _MAX_KEPT = 1024
 """Checkpoints in the prefix tree: with more, the search for one to evict costs more than they save."""
 _ROWS = 16
 """Logits may take one in so many bytes of the budget."""
+_EXTRA = 16
+"""Sequences for which there is one more slot."""
+_LEAST_PAGES = 512 // PAGE
+"""Pages without which one more sequence would only wait for the K/V of others."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """page_bytes, slot_bytes: cost of a unit.
+    """page_bytes, slot_bytes, log_bytes: cost of a unit; log_bytes is 0 if sequences have no state delta logs.
     model_context: tokens that the model was made for.
     max_batch: sequences that run at once.
     max_context: tokens of a sequence (None: the model's).
     row_bytes: cost of the logits of one token.
-    ahead: steps are scheduled asynchronously, so that a sequence needs two slots.
+    keeps: prefixes are kept for following sequences.
+    context_first: a context of this length was asked for, unlike the number of sequences.
+    option: the option that raises the budget.
     """
 
     page_bytes: int
@@ -31,15 +38,39 @@ class MemoryNeeds:
     max_batch: int
     max_context: int | None = None
     row_bytes: int = 0
-    ahead: bool = False
+    log_bytes: int = 0
+    keeps: bool = True
+    context_first: bool = False
+    option: str = "memory"
+
+    @property
+    def context_pages(self) -> int:
+        return -(-(self.max_context or self.model_context) // PAGE)
+
+    @property
+    def sequence_bytes(self) -> int:
+        """The cost of a running sequence, without its K/V."""
+        return self.slot_bytes + self.log_bytes
+
+    @property
+    def smallest_bytes(self) -> int:
+        """What one sequence needs at least."""
+        return self.page_bytes + self.sequence_bytes + self.slot_bytes + self.row_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """The K/V that a sequence gets beside one that takes a whole context."""
+        return min(self.context_pages, _LEAST_PAGES) * self.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Pages and slots to allocate, and the limits that they allow.
+    """Units to allocate, and the limits that they allow.
 
+    delta_logs: one for each sequence, or none.
     warnings: limits that were lowered, and why.
     rows: prompt ends that may be kept with logits; None: as many as there are slots.
+    notes: how the memory is divided.
     """
 
     pages: int
@@ -48,63 +79,92 @@ class MemoryPlan:
     max_context: int
     warnings: tuple[str, ...] = field(default=())
     rows: int | None = None
+    delta_logs: int = 0
+    notes: tuple[str, ...] = field(default=())
 
 
 def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
-    """Splits a budget in bytes between K/V pages and state slots.
+    """Splits a budget in bytes between K/V pages, state slots and state delta logs.
 
     1. Logits get a sixteenth of the budget, and room for one row at least.
-    2. Slots get at most half of the rest: `max_batch` is lowered to fit, with a warning. One more slot is for the
-       prompt end that several choices fork.
+    2. Sequences get slots and logs: as many as `max_batch`, as long as these take at most half of the budget, or leave
+       one whole context and a few pages for each other sequence. If the context comes first, the half must leave a
+       whole context; else they take at most an eighth.
+       `max_batch` is lowered to that, with a warning. See `_extra_slots` for a few more.
     3. One whole context gets pages; `max_context` is lowered to fit, with a warning.
     4. Of what remains, half goes to slots for checkpoints, half to pages: for whole contexts of all sequences, and for
-       the K/V between checkpoints.
+       the K/V between checkpoints. If no prefixes are kept, all of it goes to pages.
     """
-    context = needs.max_context or needs.model_context
-    own = 1 + needs.ahead
-    smallest = needs.page_bytes + (own + 1) * needs.slot_bytes + needs.row_bytes
+    context, smallest = needs.max_context or needs.model_context, needs.smallest_bytes
     if budget < smallest:
-        raise ConfigError(f"memory: {_mib(budget)} cannot hold one sequence, which takes at least {_mib(smallest)}; "
-                          "raise `memory`", "memory")
+        raise ConfigError(f"{needs.option}: {_mib(budget)} cannot hold one sequence, which takes at least "
+                          f"{_mib(smallest)}; raise `{needs.option}`", needs.option)
     rows = _MAX_KEPT
     if needs.row_bytes:
         rows = 1 + min(rows - 1, budget // _ROWS // needs.row_bytes, (budget - smallest) // needs.row_bytes)
     budget -= rows * needs.row_bytes
-    batch = needs.max_batch
+    batch = _batch(budget, needs)
     warnings = list[str]()
-    if needs.slot_bytes:
-        batch = max(1, min(batch, (budget // 2 // needs.slot_bytes - 1) // own))
     if context > needs.model_context:
         warnings.append(f"max_context {context} is more than the {needs.model_context} that the model is made for")
     if batch < needs.max_batch:
-        warnings.append(f"max_batch is {batch} instead of {needs.max_batch}: a state slot takes "
-                        f"{_mib(needs.slot_bytes)} and the cache has {_mib(budget)} (raise `memory`)")
-    slots = own * batch + 1
-    kept = _kept_slots(budget, needs, slots, context)
+        warnings.append(f"max_batch is {batch} instead of {needs.max_batch}: a sequence takes "
+                        f"{_mib(needs.sequence_bytes)} beside its K/V, and the cache has {_mib(budget)} (raise "
+                        f"`{needs.option}`)")
+    logs = batch if needs.log_bytes else 0
+    budget -= logs * needs.log_bytes
+    slots = batch + _extra_slots(batch)
+    kept = _kept_slots(budget - (batch - 1) * needs.least_bytes, needs, slots)
     slots += kept
+    budget += max(rows - slots, 0) * needs.row_bytes
     pages = (budget - slots * needs.slot_bytes) // needs.page_bytes if needs.page_bytes else 1 << 20
-    wanted = -(-context // PAGE)
-    if pages < wanted:
+    if pages < needs.context_pages:
         context = pages * PAGE
         warnings.append(f"max_context is {context} instead of {needs.max_context or needs.model_context}: that is "
-                        f"what {_mib(budget)} of cache hold (raise `memory`)")
-    most = batch * wanted + kept * _pages_between_checkpoints(needs)
-    return MemoryPlan(min(pages, most), slots, batch, context, tuple(warnings), min(rows, slots))
+                        f"what {_mib(budget)} of cache hold (raise `{needs.option}`)")
+    most = batch * needs.context_pages + kept * _pages_between_checkpoints(needs)
+    return MemoryPlan(min(pages, most), slots, batch, context, tuple(warnings), min(rows, slots), logs)
 
 
 def enough(needs: MemoryNeeds, tokens: int) -> int:
     """Returns a budget that suffices for all sequences, a whole context and so many more tokens."""
-    pages = (-(-(needs.max_context or needs.model_context) // PAGE) + -(-tokens // PAGE)) * needs.page_bytes
-    slots = ((1 + needs.ahead) * needs.max_batch + 1) * needs.slot_bytes
+    batch = needs.max_batch
+    sequences = batch * (needs.sequence_bytes + needs.least_bytes) + _extra_slots(batch) * needs.slot_bytes
     # half of what remains goes to slots for checkpoints
-    shared = max(2 * slots, slots + 2 * pages) if needs.slot_bytes else pages
-    return shared * _ROWS // (_ROWS - 1) + 2 * needs.row_bytes + needs.page_bytes
+    pages = (needs.context_pages + 2 * -(-tokens // PAGE)) * needs.page_bytes
+    return (sequences + pages) * _ROWS // (_ROWS - 1) + 2 * needs.row_bytes + needs.page_bytes
 
 
-def _kept_slots(budget: int, needs: MemoryNeeds, slots: int, context: int) -> int:
+def _batch(budget: int, needs: MemoryNeeds) -> int:
+    """Sequences that may run at once."""
+    def states(batch: int) -> int:
+        return batch * needs.sequence_bytes + _extra_slots(batch) * needs.slot_bytes
+
+    def with_kv(batch: int) -> int:
+        return states(batch) + (batch - 1) * needs.least_bytes
+
+    if not needs.slot_bytes:
+        return needs.max_batch
+    counts, beside_context = range(1, needs.max_batch + 1), budget - needs.context_pages * needs.page_bytes
+    most = bisect_right(counts, budget // 2, key=states)
+    if needs.context_first:
+        most = max(min(most, bisect_right(counts, beside_context, key=states)),
+                   bisect_right(counts, budget // 8, key=states))
+    return max(1, most, bisect_right(counts, beside_context, key=with_kv))
+
+
+def _extra_slots(batch: int) -> int:
+    """Slots beside those of so many sequences: for the prompt end that several choices fork, and for sequences that are
+    admitted while those that they replace are still in flight."""
+    return 1 + batch // _EXTRA
+
+
+def _kept_slots(budget: int, needs: MemoryNeeds, slots: int) -> int:
+    if not needs.keeps:
+        return 0
     if not needs.slot_bytes:
         return _MAX_KEPT
-    left = budget - slots * needs.slot_bytes - -(-context // PAGE) * needs.page_bytes
+    left = budget - slots * needs.slot_bytes - needs.context_pages * needs.page_bytes
     return max(0, min(_MAX_KEPT, left // 2 // needs.slot_bytes))
 
 

@@ -189,10 +189,11 @@ def _report(llm: LLM, case: Case, runs: Sequence[Measurement]) -> dict[str, Any]
 
 def model_facts(llm: LLM) -> dict[str, Any]:
     from deltic.ops.kv import name_of
+    from deltic.runner.model_runner import ModelRunner
 
     runtime = llm.runtime
     dtype = runtime.config.dtype if runtime.options.dtype == "auto" else runtime.options.dtype
-    kv = name_of(runtime.pools.keys.dtype)
+    kv = name_of(runtime.pools.keys.dtype) if isinstance(runtime, ModelRunner) else dtype
     return {"model": runtime.name, "layers": runtime.config.num_hidden_layers, "dtype": dtype, "kv_dtype": kv,
             "state_dtype": runtime.options.state_dtype, "device": runtime.options.device}
 

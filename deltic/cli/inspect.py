@@ -15,7 +15,7 @@ from deltic.cli.output import print_facts
 from deltic.cli.parser import as_typed, existing_file
 from deltic.config import DTYPE_BYTES, DType, EngineConfig, ModelConfig, available_memory
 from deltic.errors import ConfigError, ModelError
-from deltic.params import Draft, Ngram
+from deltic.params import Auto, Draft, Mtp, Ngram
 
 if TYPE_CHECKING:
     from deltic.cache.memory_plan import MemoryPlan
@@ -84,7 +84,7 @@ def _facts(config: ModelConfig, engine: EngineConfig, ops: Ops, plan: tuple[Memo
     from deltic.ops import explain
     from deltic.ops.capabilities import gpu_kernels
 
-    return {"config": _config_facts(config), "weights": _weight_facts(config, activation_dtype(config, engine)),
+    return {"config": _config_facts(config), "weights": _weight_facts(config, engine),
             "memory": _memory_facts(config, engine, *plan) if plan else None, "gpu_kernels": gpu_kernels(engine.device),
             "ops": explain(ops)}
 
@@ -139,29 +139,42 @@ def _config_facts(config: ModelConfig) -> Facts:
     return facts
 
 
-def weight_bytes(config: ModelConfig, dtype: DType) -> int:
-    return sum(_tensor_bytes(config, dtype).values())
+def weight_bytes(config: ModelConfig, dtype: DType, quant: str = "none") -> int:
+    return sum(_tensor_bytes(config, dtype, quant).values())
 
 
-def _weight_facts(config: ModelConfig, dtype: DType) -> Facts:
+def _weight_facts(config: ModelConfig, engine: EngineConfig) -> Facts:
+    dtype, quant = activation_dtype(config, engine), engine.quant
     embedding = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     active = {"active_parameters": config.active_parameter_count} if config.experts else {}
     return {"parameters": config.parameter_count, **active, "of_them_embedding_and_head": embedding, "dtype": dtype,
-            "mib": _mib(weight_bytes(config, dtype)), "mib_read_per_token": _mib(_token_bytes(config, dtype))}
+            "mib": _mib(weight_bytes(config, dtype, quant)),
+            "mib_read_per_token": _mib(_token_bytes(config, dtype, quant))}
 
 
-def _tensor_bytes(config: ModelConfig, dtype: DType) -> dict[str, int]:
+def _tensor_bytes(config: ModelConfig, dtype: DType, quant: str) -> dict[str, int]:
     from deltic.loader.names import expected_tensors, tensor_dtype
+    from deltic.loader.quantize import quantized_bytes
 
-    return {name: prod(shape) * DTYPE_BYTES[tensor_dtype(name, dtype)]
-            for name, shape in expected_tensors(config).items()}
+    plain = {name: prod(shape) * DTYPE_BYTES[tensor_dtype(name, dtype)]
+             for name, shape in expected_tensors(config).items()}
+    return plain if quant == "none" else quantized_bytes(config, quant, plain)
 
 
-def _token_bytes(config: ModelConfig, dtype: DType) -> int:
+def head_bytes(config: ModelConfig, engine: EngineConfig) -> int:
+    """Bytes of the draft head that a GPU would load."""
+    from deltic.loader.names import expected_head
+
+    if config.num_mtp_layers != 1 or not isinstance(engine.speculation, Auto | Mtp):
+        return 0
+    return sum(map(prod, expected_head(config).values())) * DTYPE_BYTES[activation_dtype(config, engine)]
+
+
+def _token_bytes(config: ModelConfig, dtype: DType, quant: str) -> int:
     """Bytes that are read for a token; like `Decoder.token_bytes`, but from the shape."""
     from deltic.loader.names import EMBEDDING, is_stack
 
-    sizes, experts = _tensor_bytes(config, dtype), config.experts
+    sizes, experts = _tensor_bytes(config, dtype, quant), config.experts
     total = sum(sizes.values())
     if experts:
         stacks = sum(size for name, size in sizes.items() if is_stack(name))
@@ -174,11 +187,17 @@ def plan_cache(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, P
     """Plans the cache beside the weights; None if they leave no room."""
     import torch
 
-    from deltic.runner.memory import plan_memory
+    from deltic.runner.memory import expected_card, plan_memory
 
     dtype = activation_dtype(config, engine)
-    room = max(available_memory() - weight_bytes(config, dtype), 0)
+    weights = weight_bytes(config, dtype, engine.quant)
     has_drafts = isinstance(engine.speculation, Ngram | Draft)
+    if engine.on_gpu and engine.memory is None:
+        head = head_bytes(config, engine)
+        if card := expected_card(config, engine, weights + head):
+            return plan_memory(config, engine, getattr(torch, dtype), head > 0, has_drafts or head > 0,
+                               defers=config.linear is not None, card=card)
+    room = max(available_memory() - weights, 0)
     try:
         sized = replace(engine, memory=engine.memory or str(room // 2), gpu_memory_utilization=None)
         return plan_memory(config, sized, getattr(torch, dtype), False, has_drafts)
@@ -202,7 +221,7 @@ def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, p
              "ring": (pools.delta_logs, delta_log_bytes(config, dtype))}
     for unit, (count, size) in units.items():
         facts |= {f"{unit}s": count, f"{unit}_bytes": size, f"{unit}s_mib": _mib(count * size)}
-    return {**facts, "max_batch": plan.max_batch, "max_context": plan.max_context,
+    return {**facts, "max_batch": plan.max_batch, "max_context": plan.max_context, "notes": [*plan.notes],
             "warnings": list(map(as_typed, plan.warnings))}
 
 

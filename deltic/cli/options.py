@@ -19,8 +19,8 @@ from deltic.params import PARAMETERS, SamplingParams
 if TYPE_CHECKING:
     from deltic.llm import LLM
 
-COMMON = ("device", "dtype", "threads", "memory", "gpu_memory_utilization", "kv_dtype", "max_context", "max_batch",
-          "cache_dir", "mmproj", "quant", "expert_memory", "speculate")
+COMMON = ("device", "dtype", "threads", "memory", "gpu_memory", "gpu_memory_utilization", "kv_dtype", "max_context",
+          "max_batch", "cache_dir", "mmproj", "quant", "expert_memory", "speculate")
 """Engine options that the short help shows."""
 MODEL = "a directory, a GGUF file, a Hugging Face name such as Qwen/Qwen3.5-0.8B, or tiny, the embedded demo model"
 SAMPLING = {name: (parameter.kind, parameter.metavar, parameter.help) for name, parameter in PARAMETERS.items()

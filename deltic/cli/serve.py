@@ -245,6 +245,8 @@ def _chat_models(args: argparse.Namespace) -> LLM | ModelSet:
 
 def _prepare(args: argparse.Namespace, llm: LLM) -> None:
     """Does what the first request should not have to wait for."""
+    for line in llm.runtime.memory.notes if llm.runtime.options.on_gpu else ():
+        note(line)
     for path, prompt in args.pin_prompt:
         note(f"pinned {llm.pin(**prompt):,} tokens of {path}")
     with suppress(DelticError, ImportError):  # a request that needs a grammar gets the error
@@ -301,17 +303,18 @@ def _model_set(args: argparse.Namespace) -> ModelSet:
 
 
 def _models_memory(args: argparse.Namespace, config: EngineConfig) -> int:
-    from deltic.runner.memory import card_share, free_memory
+    from deltic.runner.memory import card_room, free_memory
 
     if isinstance(args.models_memory, int):
         return args.models_memory
-    if config.gpu_memory_utilization:
-        return card_share(config.device, config.gpu_memory_utilization)
+    if config.gpu_memory or config.gpu_memory_utilization:
+        return card_room(config)
     return int(free_memory(config.device) * _MEMORY_SHARE)
 
 
 def _load(args: argparse.Namespace, cache: int) -> LLM:
-    llm = open_llm(options.without(args, "gpu_memory_utilization"), memory=str(cache))
+    own = options.without(options.without(args, "gpu_memory"), "gpu_memory_utilization")
+    llm = open_llm(own, memory=str(cache))
     try:
         _prepare(args, llm)
         llm.warm_up()

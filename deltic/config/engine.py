@@ -22,7 +22,7 @@ CPU_LEVELS: Final = ("auto", "portable", "avx2", "avx512", "vnni", "bf16")
 _CPU_BUDGET: Final = 512
 _OFFLOAD_BUDGET: Final = 768
 """Larger than _CPU_BUDGET, because each chunk of a prompt reads all offloaded experts."""
-_GPU_BUDGET: Final = 8192
+GPU_TOKEN_BUDGET: Final = 8192
 _INVARIANT_BUDGET: Final = 64
 _CACHED_PARAMETERS: Final = 8_000_000
 _RANGES: Final = {
@@ -91,10 +91,12 @@ class EngineConfig:
     debug_layers: bool = _device(False, "log statistics of every layer's output in every step (slow)")
 
     memory: str | None = _memory(
-        None, "memory for the cache, such as 4GiB (default: half of what is free; on a GPU see "
-        "--gpu-memory-utilization)")
+        None, "memory for the cache, such as 4GiB (default: half of what is free; on a GPU see --gpu-memory)")
+    gpu_memory: str | None = _memory(
+        None, "most memory of a GPU for weights, cache and temporaries together, such as 24GiB: the model runs as on a "
+        "card of that size (default: see --gpu-memory-utilization)")
     gpu_memory_utilization: float | None = _memory(
-        None, "share of a GPU's memory for weights, cache and temporaries together, such as 0.8 (default: 0.9)")
+        None, "the same as a share of the GPU's memory, such as 0.8 (default: 0.9)")
     prefix_cache: bool = _memory(True, "keep the states of prompts and answers, and resume where a prompt repeats them")
     host_memory: str | None = _memory(
         None, "host memory for prefixes evicted from the device, such as 16GiB; 0: none (default: with a GPU a quarter "
@@ -182,7 +184,7 @@ class EngineConfig:
         if self.batch_invariant:
             return _INVARIANT_BUDGET
         if self.on_gpu is not False:
-            return _GPU_BUDGET
+            return GPU_TOKEN_BUDGET
         return _OFFLOAD_BUDGET if self.offloads_experts else _CPU_BUDGET
 
     def _check_types(self) -> None:
@@ -224,7 +226,7 @@ class EngineConfig:
     def _check_sizes(self) -> None:
         if self.memory is not None:
             parse_bytes(self.memory, "memory")
-        _ = self.host_memory_bytes
+        _ = self.host_memory_bytes, self.gpu_memory_bytes
         _ = self.expert_bytes
         parse_bytes(self.expert_reserve, "expert_reserve")
         share = self.gpu_memory_utilization
@@ -251,18 +253,20 @@ class EngineConfig:
 
     def _device_rules(self) -> Rules:
         cpu = self.on_gpu is False
-        share = self.gpu_memory_utilization is not None
+        shares = [name for name in ("gpu_memory", "gpu_memory_utilization") if getattr(self, name) is not None]
+        yield (len(shares) > 1, "gpu_memory",
+               "gpu_memory and gpu_memory_utilization both limit the memory of the GPU: leave one of them out")
+        for share in shares:
+            yield (cpu, share, f"{share} is for GPUs: leave it out, or give device cuda")
+            yield (self.memory is not None, share,
+                   f"{share} and memory both set the size of the cache: leave one of them out")
+            yield (isinstance(self.speculation, Draft), share,
+                   f"{share} is not possible with a draft model: give the size of both caches (memory)")
         yield (self.kv_dtype == "fp8" and cpu, "kv_dtype",
                "kv_dtype=fp8 is for NVIDIA GPUs: use int4, which is smaller, leave it out, or give device cuda")
         yield (self.quant == "fp8" and cpu, "quant",
                "quant=fp8 is for NVIDIA GPUs: use q8_0, which has the same size and is more precise, or give device "
                "cuda")
-        yield (share and cpu, "gpu_memory_utilization",
-               "gpu_memory_utilization is for GPUs: leave it out, or give device cuda")
-        yield (share and self.memory is not None, "gpu_memory_utilization",
-               "gpu_memory_utilization and memory both set the size of the cache: leave one of them out")
-        yield (share and isinstance(self.speculation, Draft), "gpu_memory_utilization",
-               "gpu_memory_utilization is not possible with a draft model: give the size of both caches (memory)")
 
     def _dependency_rules(self) -> Rules:
         """Yields options that need another one."""
@@ -320,6 +324,16 @@ class EngineConfig:
     def memory_bytes(self) -> int | None:
         """The cache budget in bytes; `None`: to be chosen."""
         return None if self.memory is None else parse_bytes(self.memory, "memory")
+
+    @property
+    def asks_for_context(self) -> bool:
+        """True if the length of a context is given and the number of sequences is the default."""
+        return self.max_context is not None and not self._is_set("max_batch")
+
+    @property
+    def gpu_memory_bytes(self) -> int | None:
+        """The most memory of a GPU in bytes; `None`: a share of it."""
+        return None if self.gpu_memory is None else parse_bytes(self.gpu_memory, "gpu_memory")
 
     @property
     def host_memory_bytes(self) -> int | None:

@@ -1,7 +1,9 @@
 """Schedules the step behind one in flight, before the host has its tokens: the rules of async scheduling.
 
-Nothing in such a step may depend on a token's value on the host. States go to spare slots or stay in delta logs, and
-K/V lies past the cursor: if a sequence turns out to be finished, or is taken out, the step has left no trace (L3).
+Nothing in such a step may depend on a token's value on the host. K/V lies past the cursor, and updates of states stay
+in delta logs or go to the sequences' own slots. If a sequence turns out to have ended, the slot may therefore hold one
+token more than its cursor says: the token that ended it. That token is committed, too, and the state is kept once the
+step is known to be finite (`Engine._forget`). A sequence that pauses waits for the step.
 """
 
 from __future__ import annotations
@@ -60,10 +62,8 @@ def _behind_tokens(scheduler: Scheduler, flight: InFlight, speculator: Speculati
     deferring = alone and scheduler.defers_state_writes(len(going))
     if alone and not deferring and any(each.cache.unflushed for each in drawing):
         return None
-    spares = iter(tuple(cache.accounts.spares))
-    enough = len(going) + len(others) + places <= len(cache.accounts.spares)
     full = [each.cache for each in going if each.cache.done == each.cache.covered]
-    if (alone and not going) or not enough or len(full) > cache.pages.free:
+    if (alone and not going) or len(full) > cache.pages.free:
         return None
     if speculator.wants_drafts([each.sequence for each in live]):
         return None
@@ -72,13 +72,12 @@ def _behind_tokens(scheduler: Scheduler, flight: InFlight, speculator: Speculati
     rows = list[PlannedRow]()
     for each in going:
         append = deferring and defers(cache, each.cache)
-        spare = next(spares)
-        rows.append(next_row(each.cache, (UNKNOWN,), 1, target=None if append else spare, append=append,
-                             drawn=each.draw, rotary=each.sequence.images.offset))
+        rows.append(next_row(each.cache, (UNKNOWN,), 1, append=append, drawn=each.draw,
+                             rotary=each.sequence.images.offset))
     prompts = scheduler.schedule_prompts(len(rows), leaving)
     if prompts is None:
         return None
-    rows += [scheduler.row(sequence, count, target=next(spares)) for sequence, count in prompts]
+    rows += [scheduler.row(sequence, count) for sequence, count in prompts]
     return AsyncStep(scheduler.plan(rows), [*(each.sequence for each in going), *(sequence for sequence, _ in prompts)])
 
 

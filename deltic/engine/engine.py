@@ -63,8 +63,6 @@ class Engine:
         self._known = KnownLogits(runtime.config.vocab_size, runtime.memory.max_batch)
         self._failures = Failures(runtime, self.scheduler, self.speculator)
         self.overlap = runtime.capabilities.overlaps if overlap is None else overlap
-        if self.overlap:
-            runtime.cache.states.allocate_spares(runtime.memory.max_batch)
         self._flight: InFlight | None = None
         self._finite: dict[Sequence, ScheduledSequence] = {}
         """Sequences that have drawn a token from finite logits since their checkpoints were committed."""
@@ -76,7 +74,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if `step` would do anything. False if all requests are paused."""
-        return bool(self.scheduler.running or self.scheduler.waiting or self._events)
+        return bool(self.scheduler.running or self.scheduler.waiting or self.scheduler.leaving or self._events)
 
     @property
     def max_context(self) -> int:
@@ -123,6 +121,8 @@ class Engine:
     def pause(self, request: str) -> None:
         """Takes a request's places until `resume`. What it has processed stays cached while there is room. Its answers
         do not change. Does nothing for unknown and paused requests."""
+        if any(self._ahead(sequence) for sequence in self._sequences.get(request, ())):
+            self._collect_flight()
         self._commit_checkpoints()
         for sequence in self._sequences.get(request, ()):
             self.speculator.forget(sequence)
@@ -138,18 +138,13 @@ class Engine:
         """Collects one step, and returns the events since the last call."""
         began, before, prompt_tokens = time.perf_counter(), self.launcher.seconds, self.stats.prompt_tokens
         self._commit_checkpoints()
-        flight = self._flight if self._flight and self._flight.live else self._launch()
-        self._flight = None
+        flight, self._flight = self._flight, None
+        if flight and not flight.live:
+            self._release_left(flight)
+            flight = None
+        flight = flight or self._launch()
         if flight:
-            try:
-                if flight.error:
-                    raise flight.error
-                if self.overlap:
-                    self._finish_overlapped(flight)
-                else:
-                    self._finish(flight)
-            except Exception as error:
-                self._failures.lose(flight, error, self._fail_request)
+            self._complete(flight, self._finish_overlapped if self.overlap else self._finish)
             self.stats.steps += 1
             self._timed(flight, time.perf_counter() - began, self.stats.prompt_tokens - prompt_tokens)
         self._failures.end_refused(self._fail_request)
@@ -158,6 +153,27 @@ class Engine:
         events, self._events = self._events, []
         self.stats.last_overhead = time.perf_counter() - began - (self.launcher.seconds - before)
         return events
+
+    def _complete(self, flight: InFlight, finish: Callable[[InFlight], None]) -> None:
+        """Finishes a step, and releases what its sequences that have ended before still own."""
+        try:
+            if flight.error:
+                raise flight.error
+            finish(flight)
+        except Exception as error:
+            flight.error = error
+            self._failures.lose(flight, error, self._fail_request)
+        self._release_left(flight)
+
+    def _collect_flight(self) -> None:
+        """Collects the step in flight, if there is one, so that all states are at their cursors."""
+        self._commit_checkpoints()
+        flight, self._flight = self._flight, None
+        if flight and flight.live:
+            self._complete(flight, self._finish)
+            self.stats.steps += 1
+        elif flight:
+            self._release_left(flight)
 
     def _finish(self, flight: InFlight) -> None:
         """Commits and collects a step. The next call of `step` launches the next one."""
@@ -180,12 +196,14 @@ class Engine:
         queued = [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.paused]
         live = {sequence for group in self._sequences.values() for sequence in group}
         assert len(queued) == len(live) and live.issuperset(queued), "the queues hold other sequences than the engine"
-        if not self.scheduler.running and not self.scheduler.waiting:
+        if not self.scheduler.running and not self.scheduler.waiting and not self.scheduler.leaving:
             assert self.runtime.cache.idle, "a finished or paused sequence still has a cache"
 
     def close(self) -> None:
         """Waits until the cache's tiers have everything. The engine must not be used afterwards."""
         self._known.close()
+        if self._flight:
+            self._release_left(self._flight)
         self._commit_checkpoints()
         self.runtime.cache.close()
         if self.runtime.experts:
@@ -247,8 +265,6 @@ class Engine:
                 continue
             if not row.drafts:
                 cache.commit(each.cache, len(row.tokens), base_after(row))
-            if row.target is not None:
-                cache.states.swap_spare(each.cache, row.target)
             self.stats.prompt_tokens += max(0, min(len(sequence.request.prompt) - row.done, len(row.tokens)))
 
     def _collect(self, flight: InFlight) -> None:
@@ -413,7 +429,14 @@ class Engine:
         if sequence in self._finite:
             self._commit_checkpoints()
         # the state of a sequence that has drawn a token is finite
-        self.scheduler.remove(sequence, keep=sequence.finish != "error" and sequence.generated > 0)
+        keep = sequence.finish != "error" and sequence.generated > 0
+        ahead = self._ahead(sequence) if keep else None
+        if ahead:
+            self.runtime.cache.commit(ahead.cache, ahead.tokens)
+            ahead.last = True
+            self.scheduler.leave(sequence)
+        else:
+            self.scheduler.remove(sequence, keep)
         if sequence.sampler.mask:
             sequence.sampler.mask.cancel()  # it is not needed any more
         self.speculator.forget(sequence)
@@ -424,6 +447,26 @@ class Engine:
         group.remove(sequence)
         if not group:
             del self._sequences[sequence.request.id]
+
+    def _ahead(self, sequence: Sequence) -> ScheduledSequence | None:
+        """The sequence's part of the step in flight, if that brings the state in its slot past its cursor."""
+        flight = self._flight.scheduled if self._flight else ()
+        return next((each for each in flight if each.sequence is sequence and each.writes_state), None)
+
+    def _release_left(self, flight: InFlight) -> None:
+        """Releases the caches of sequences that ended while this step was in flight. Waits for it, as the tree takes
+        over finite states only."""
+        left = [each for each in flight.scheduled if each.last and each.cache in self.scheduler.leaving]
+        if not left:
+            return
+        sampled = None
+        try:
+            sampled = None if flight.error else self.launcher.wait(flight)
+        except Exception:
+            log.exception("a step failed after its last sequences had ended; their ends are not kept")
+        for each in left:
+            finite = sampled is not None and each.draw is not None and sampled.healthy[each.draw]
+            self.scheduler.release_left(each.cache, keep=finite)
 
     def _sequence(self, request: EngineRequest, choice: int, seed: int | None, keys: array[int]) -> Sequence:
         return new_sequence(request, choice, seed, keys, self.max_context, self._eos(), self._spacing)
@@ -454,7 +497,7 @@ class Failures:
             largest = max(live, key=lambda each: each.tokens)
             lost, message = {largest.sequence.request.id}, (
                 f"there is no memory for a step with {largest.tokens} tokens of this request: let the server have a "
-                "smaller `token_budget`, `memory` or `gpu_memory_utilization`")
+                "smaller `token_budget` or `memory`, or a larger `gpu_memory`")
         else:
             log.error("a step failed; its requests end with an error", exc_info=error)
             lost, message = {each.sequence.request.id for each in live}, f"internal error: {error}"

@@ -30,7 +30,14 @@ from deltic.ops.capabilities import check_device
 from deltic.ops.memory import memory_for
 from deltic.params import Draft, Ngram
 from deltic.runner.expert_offload import place_experts, unpacks_experts
-from deltic.runner.memory import keep_freed_memory, plan_memory, share_memory
+from deltic.runner.memory import (
+    card_memory,
+    fit_card,
+    keep_freed_memory,
+    plan_memory,
+    share_memory,
+    working_bytes,
+)
 from deltic.runner.model_runner import ModelRunner, defers_state_writes, select_ops
 from deltic.runner.weights import OpenedModel, WeightReader
 
@@ -160,6 +167,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         times = StartTimes()
         # device: options that it cannot serve are refused before anything is read
         check_device(options.device)
+        options = fit_card(options)
         select(options.ops, options.device, options.cpu_level)
         given.check(model, options)
         # files and config
@@ -186,9 +194,13 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         times.done("vision tower")
         # memory plan, cache and tiers
         rings = use.rings or head is not None or isinstance(options.speculation, Ngram)
+        work = working_bytes(config, options.token_budget, unpacks_experts(experts, decoder.weights))
         memory, pool_options = plan_memory(
             config, options, decoder.dtype, head is not None, rings, use.vectors,
-            not use.drafts and defers_state_writes(config, options, dtype), unpacks_experts(experts, decoder.weights))
+            not use.drafts and defers_state_writes(config, options, dtype),
+            card_memory(options, work) if options.on_gpu else None)
+        for line in memory.notes:
+            log.info("%s", line)
         for warning in memory.warnings:
             log.warning("%s%s", f"the draft model {source.name}: " if use.drafts else "", warning)
         pools = allocate(config, memory.pages, memory.slots, decoder.dtype, ops, options.device,

@@ -84,6 +84,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []
+        self.leaving: list[SequenceCache] = []
+        """Caches of ended sequences, whose last row is in flight."""
         self.failed: list[tuple[Sequence, Exception]] = []
         """Waiting sequences that could not be admitted, and why. The engine ends them."""
         self.preemptions = self.turns = self._step = 0
@@ -139,7 +141,7 @@ class Scheduler:
         """The step of these rows, and of all operations that were queued before."""
         return StepPlan(tuple(rows), self.cache.operations.take())
 
-    def row(self, sequence: Sequence, count: int, deferring: bool = False, target: int | None = None) -> PlannedRow:
+    def row(self, sequence: Sequence, count: int, deferring: bool = False) -> PlannedRow:
         """The row of a sequence's next `count` tokens, drafts among them."""
         cache = sequence.cache
         assert cache is not None
@@ -154,7 +156,6 @@ class Scheduler:
             tokens,
             scored + drawn,
             scored=scored,
-            target=target,
             checkpoints=checkpoints_of(self.cache, cache, sequence.wanted, count),
             append=append,
             drafts=drafts,
@@ -226,6 +227,20 @@ class Scheduler:
         self.cache.release(sequence.cache, keep)
         sequence.cache = None
 
+    def leave(self, sequence: Sequence) -> None:
+        """Removes a running sequence whose last row is in flight: its cache stays until `release_left`."""
+        assert sequence.cache is not None
+        self.leaving.append(sequence.cache)
+        self._leave_fork(sequence)
+        self._end_rest(sequence)
+        self.running.remove(sequence)
+        sequence.cache = None
+
+    def release_left(self, cache: SequenceCache, keep: bool) -> None:
+        """Releases the cache of a sequence that has left. keep: its last row is finite."""
+        self.leaving.remove(cache)
+        self.cache.release(cache, keep)
+
     def start_over(self, sequence: Sequence) -> None:
         """Makes a running sequence, whose state may be wrong, process its tokens again."""
         self._preempt(sequence, sound=False)
@@ -234,6 +249,8 @@ class Scheduler:
         """As `start_over` for all running sequences. Waiting choices process their prompts themselves."""
         for sequence in reversed(self.running[:]):
             self.start_over(sequence)
+        for cache in self.leaving[:]:
+            self.release_left(cache, keep=False)
         while self._drop_fork():
             pass
 

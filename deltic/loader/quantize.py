@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
+from math import prod
 from typing import Any, Final
 
 import numpy as np
@@ -59,6 +60,17 @@ def quantize_tensors(tensors: Iterator[tuple[str, Tensor | Float8]], scheme: str
                     tensor.shape, type, kept, _quantizing_reader(name, tensor.flatten(0, -2), type, pool))
             del item, tensor  # frees the tensor before the next one is loaded
     return {name: result[name] for name in expected_tensors(config) if name in result} | result
+
+
+def quantized_bytes(config: ModelConfig, scheme: str, plain: Mapping[str, int]) -> dict[str, int]:
+    """Returns the bytes of each tensor of a model that is quantized by a scheme. plain: those of the unquantized
+    tensors."""
+    found = dict(plain)
+    for name, shape in expected_tensors(config).items():
+        type = _target_type(name, shape, scheme, config)
+        if type.name not in _PLAIN and shape[-1] % type.weights == 0:
+            found[name] = type.size(prod(shape))
+    return found
 
 
 def _target_type(name: str, shape: tuple[int, ...], scheme: str, config: ModelConfig) -> BlockType:

@@ -77,7 +77,7 @@ def _signs(dim: int, device: torch.device) -> Tensor:
     """Signs [dim] of a bent sequence: a Hadamard transform spreads a vector of equal numbers over all places."""
     index = torch.arange(dim)
     pairs = index & index >> 1
-    parity = sum(pairs >> bit & 1 for bit in range(0, dim.bit_length(), 2)) & 1
+    parity = torch.stack([pairs >> bit & 1 for bit in range(0, dim.bit_length(), 2)]).sum(0) & 1
     return (1.0 - 2.0 * parity).to(device)
 
 
@@ -87,7 +87,7 @@ def _hadamard(x: Tensor) -> Tensor:
         left, right = x.unflatten(-1, (-1, 2, step)).unbind(-2)
         x = torch.stack((left + right, left - right), -2).flatten(-3)
         step *= 2
-    return x * size**-0.5
+    return torch.mul(x, size**-0.5)
 
 
 def rotated(x: Tensor) -> Tensor:
@@ -115,8 +115,8 @@ def pack(x: Tensor, bits: int) -> Tensor:
         eighths = (codes >> 4).unflatten(-1, (-1, 8))
         parts.append((eighths << torch.arange(8, device=x.device)).sum(-1).to(torch.uint8))
     parts.append(scale[..., None].contiguous().view(torch.uint8))
-    whole = torch.cat([part.flatten(-2) for part in parts], -1)
-    return whole.unflatten(-1, (x.shape[-2], -1))
+    whole: Tensor = torch.cat([part.flatten(-2) for part in parts], -1).unflatten(-1, (x.shape[-2], -1))
+    return whole
 
 
 def unpack(stored: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
@@ -128,5 +128,5 @@ def unpack(stored: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     if bits == KEY_BITS:
         fifths = (high[..., None] >> torch.arange(8, device=stored.device, dtype=torch.uint8) & 1).flatten(-2)
         codes = codes | fifths << 4
-    levels = (codes.float() - (2**bits - 1) / 2).unflatten(-1, (heads, dim))
-    return (levels * scale.contiguous().view(torch.bfloat16)[..., None].float()).to(dtype)
+    levels: Tensor = (codes.float() - (2**bits - 1) / 2).unflatten(-1, (heads, dim))
+    return torch.mul(levels, scale.contiguous().view(torch.bfloat16)[..., None].float()).to(dtype)

@@ -506,7 +506,7 @@ def hadamard(size: int) -> Tensor:
         return -1 if ((row & column).bit_count() + pairs) % 2 else 1
 
     rows = [[sign(row, column) for column in range(size)] for row in range(size)]
-    return torch.tensor(rows, dtype=torch.float64) * size**-0.5
+    return torch.tensor(rows, dtype=torch.float64) * float(size**-0.5)
 
 
 def write_int4(x: Tensor, bits: int) -> Tensor:
@@ -536,7 +536,8 @@ def read_int4(stored: Tensor) -> Tensor:
         high = flat[heads * size // 2:]
         codes += torch.tensor([[(high[(head * size + i) // 8] >> i % 8 & 1) * 16 for i in range(size)]
                                for head in range(heads)])
-    return (codes - (2**bits - 1) / 2) * scales.double()[:, None] @ hadamard(size).T
+    levels = codes - float(2**bits - 1) / 2
+    return levels * scales.double()[:, None] @ hadamard(size).T
 
 
 def _store(key: Tensor, value: Tensor, k_norm: Tensor | None, eps: float, kv: KvView, batch: Batch, rope: Rope) -> None:

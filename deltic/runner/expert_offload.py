@@ -27,6 +27,7 @@ from deltic.ops.cuda.quantized import Tiles
 from deltic.ops.cuda.quantized_moe import scratch_bytes
 from deltic.ops.stored import ExpertStatistics
 from deltic.ops.types import DecoderWeights, MoeWeights, Weight
+from deltic.runner.memory import free_on_card
 
 log = logging.getLogger("deltic")
 
@@ -151,7 +152,7 @@ def tile_store(weights: dict[str, Weight], config: ModelConfig, options: EngineC
 def fill_card(store: GpuExpertCache, options: EngineConfig, experts: ExpertsConfig) -> ExpertOffload:
     """Places experts on the GPU as the options say. Call it after the other weights are loaded."""
     torch.cuda.empty_cache()  # what was needed to make the weights
-    free = torch.cuda.mem_get_info(options.device)[0]
+    free = free_on_card(options)
     if isinstance(store, TileStore):
         free -= scratch_bytes(experts.count + bool(experts.shared_size), experts.size, store.hidden)
     slots = _slots([store.place_bytes] * len(store.expert_bytes), store.count, options, free)

@@ -39,6 +39,7 @@ class ScheduledSequence:
     the slot has the hidden state of the last of these.
     base: tokens in the slot's state after the step, if the delta log was flushed since.
     hidden [T, H]: the hidden states of the step's tokens, if the next step was launched before they were used.
+    last: the sequence ended while the step was in flight. Its cache stays until the step is known to be finite.
     """
 
     sequence: Sequence
@@ -53,6 +54,7 @@ class ScheduledSequence:
     drafted_next: bool = False
     base: int | None = None
     hidden: Tensor | None = None
+    last: bool = False
 
     @property
     def live(self) -> bool:
@@ -63,6 +65,11 @@ class ScheduledSequence:
     def tokens(self) -> int:
         """The number of its tokens in the step."""
         return len(self.row.tokens) if self.row else 0
+
+    @property
+    def writes_state(self) -> bool:
+        """True if the step writes the state of a sequence that still runs to its slot."""
+        return self.live and self.row is not None and not self.row.append
 
     @property
     def base_after(self) -> int | None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from deltic.cache.memory_plan import MemoryNeeds, MemoryPlan, enough, split_memory
 from deltic.cache.tensors import PoolOptions, delta_log_bytes, page_bytes, slot_bytes
 from deltic.config import EngineConfig, ModelConfig, available_memory
-from deltic.config.engine import option_defaults
+from deltic.config.engine import GPU_TOKEN_BUDGET, option_defaults
 from deltic.errors import ConfigError
-from deltic.ops.capabilities import device_capabilities
 from deltic.ops.cuda.quantized_moe import scratch_bytes
 from deltic.ops.kv import FP8, INT4
+from deltic.params import PAGE
 
 log = logging.getLogger("deltic")
 
@@ -23,38 +23,97 @@ _SHARE = 0.9
 """Default fraction of a GPU's memory for weights, cache and steps together."""
 _KEPT = 1 << 30
 """Bytes that products and recorded steps keep for themselves on a card."""
+_OUTSIDE = 512 << 20
+"""Bytes that libraries, kernels and recorded steps take on a card besides torch's allocator."""
+_CONTEXT = 512 << 20
+"""Bytes that CUDA takes before anything is allocated."""
+_SMALL_CARD = 32 << 30
+_SMALL_CARD_BUDGET = 2048
+"""Tokens of a step on a small card."""
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 """glibc's numbers of options for mallopt."""
 
 
+@dataclass(frozen=True, slots=True)
+class CardMemory:
+    """The memory of a GPU in bytes.
+
+    limit: what the options allow.
+    taken: by weights, CUDA and other programs.
+    steps: what steps work in.
+    option: the option that raises the limit.
+    """
+
+    limit: int
+    taken: int
+    steps: int
+    option: str = "gpu_memory"
+
+    @property
+    def left(self) -> int:
+        """Bytes for the cache."""
+        return self.limit - self.taken - self.steps
+
+
 def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
-                head: bool, drafts: bool, vectors: bool = False, defers: bool = False, unpacks: bool = False
-                ) -> tuple[MemoryPlan, PoolOptions]:
+                head: bool, drafts: bool, vectors: bool = False, defers: bool = False,
+                card: CardMemory | None = None) -> tuple[MemoryPlan, PoolOptions]:
     """Splits the cache's memory. Raises ConfigError if it holds nothing. dtype: of activations. head: there is a draft
     head. drafts, defers: sequences need delta logs, for drafts or for deferred state writes. vectors: the model makes
-    embeddings beside other models, so the cache takes no more than one text of full length and a step need. unpacks: as
-    in `working_bytes`."""
+    embeddings beside other models, so the cache takes no more than one text of full length and a step need. card: the
+    memory of the GPU; default: as it is now."""
     kv = {"fp8": FP8, "int4": INT4}.get(options.kv_dtype)
     if kv == INT4 and config.head_dim not in (16, 32, 64, 128, 256):
         raise ConfigError(f"kv_dtype=int4 rotates heads of 16 to 256 dimensions, a power of two; this model's have "
                           f"{config.head_dim}: leave it out", "kv_dtype")
     state: torch.dtype = getattr(torch, options.state_dtype)
+    logs = delta_log_bytes(config, dtype) if drafts or defers else 0
     needs = MemoryNeeds(page_bytes(config, kv or dtype, head), slot_bytes(config, dtype, head, state),
                         config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,
-                        ahead=device_capabilities(options.device).overlaps)
-    budget, ring = options.memory_bytes, delta_log_bytes(config, dtype)
-    if budget is None:
-        assert options.token_budget
-        budget = _chosen(config, options, unpacks)
-        if vectors:
-            budget = min(budget, enough(needs, options.token_budget))
-    # delta logs take a quarter at most; sequences without one do not speculate
-    rings = min(options.max_batch, budget // 4 // ring if ring else options.max_batch) if drafts or defers else 0
-    memory = split_memory(budget - rings * ring, needs)
-    if drafts and not rings:
-        log.warning("nothing is drafted: %d MiB of cache have no room for state delta logs (raise `memory`)",
-                    budget >> 20)
-    return memory, PoolOptions(min(rings, memory.max_batch), head, kv=kv, state=state)
+                        logs, options.prefix_cache, options.asks_for_context)
+    budget = options.memory_bytes
+    if budget is None and options.on_gpu:
+        card = card or card_memory(options, working_bytes(config, options.token_budget))
+        budget = _card_budget(options, card)
+        needs = replace(needs, option=card.option)
+    budget = budget or free_memory(options.device) // 2
+    if vectors and options.memory is None:
+        budget = min(budget, enough(needs, options.token_budget))
+    memory = _split(budget, needs)
+    if drafts and logs and not memory.delta_logs:
+        log.warning("nothing is drafted: %d MiB of cache have no room for state delta logs (raise `%s`)",
+                    budget >> 20, needs.option)
+    warnings = memory.warnings
+    if options.on_gpu and kv is None and memory.max_context < (options.max_context or config.max_position_embeddings):
+        warnings = (*warnings, "`kv_dtype='fp8'` would hold twice the context")
+    return (replace(memory, warnings=warnings, notes=_division(memory, needs, card)),
+            PoolOptions(memory.delta_logs, head, kv=kv, state=state))
+
+
+def _division(memory: MemoryPlan, needs: MemoryNeeds, card: CardMemory | None) -> tuple[str, ...]:
+    """Describes how the memory is divided, in one line for a GPU and one for the cache."""
+    kv, states = memory.pages * needs.page_bytes, memory.slots * needs.slot_bytes
+    logs, logits = memory.delta_logs * needs.log_bytes, (memory.rows or 0) * needs.row_bytes
+    tokens = f"{_gib(kv)} K/V of {memory.pages * PAGE:,} tokens, " if needs.page_bytes else ""
+    others = memory.slots - memory.max_batch
+    parts = (f"cache: {_gib(kv + states + logs + logits)} = {tokens}{_gib(states)} states of {memory.max_batch} "
+             f"running sequences and {others} others, {_gib(logs)} state delta logs, {_gib(logits)} logits of "
+             f"prompt ends; contexts of up to {memory.max_context:,} tokens")
+    if card is None:
+        return (parts,)
+    return (f"GPU memory: {_gib(card.limit)} = {_gib(card.taken)} weights, CUDA and other programs, "
+            f"{_gib(card.steps)} work space of steps, {_gib(max(card.left, 0))} cache", parts)
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB"
+
+
+def _split(budget: int, needs: MemoryNeeds) -> MemoryPlan:
+    """Splits the budget; without state delta logs if one would take more than a quarter of it, or leave no room."""
+    if needs.log_bytes > budget // 4 or needs.smallest_bytes > budget:
+        needs = replace(needs, log_bytes=0)
+    return split_memory(budget, needs)
 
 
 def share_memory(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
@@ -66,33 +125,75 @@ def share_memory(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
     return replace(options, memory=str(memory - memory // 4)), drafting
 
 
-def _chosen(config: ModelConfig, options: EngineConfig, unpacks: bool) -> int:
-    """The default size of the cache in bytes, once the weights are loaded."""
-    if not options.on_gpu:
-        return free_memory(options.device) // 2
-    work = working_bytes(config, options.token_budget, unpacks)
-    if options.gpu_memory_utilization is not None:
-        return card_share(options.device, options.gpu_memory_utilization, work)
-    # some is left for steps even if the weights nearly fill the GPU
-    return max(_left(options.device, _SHARE, work), free_memory(options.device) // 4)
-
-
-def card_share(device: str, share: float, work: int = 0) -> int:
-    """The free bytes of a fraction of a GPU's memory, without those that steps work in. Raises ConfigError if there are
-    none."""
-    left = _left(device, share, work)
-    if left <= 0:
-        free, total = torch.cuda.mem_get_info(device)
+def _card_budget(options: EngineConfig, card: CardMemory) -> int:
+    """The size of the cache in bytes, once the weights are loaded."""
+    if options.gpu_memory is None and options.gpu_memory_utilization is None:
+        # some is left for steps even if the weights nearly fill the GPU
+        return max(card.left, free_memory(options.device) // 4)
+    if card.left <= 0:
+        given = options.gpu_memory or options.gpu_memory_utilization
         raise ConfigError(
-            f"gpu_memory_utilization={share} leaves no memory: of {total >> 20} MiB of the GPU {total - free >> 20} "
-            f"are taken, and steps work in {work >> 20}; raise it, lower token_budget, or free memory of the GPU",
-            "gpu_memory_utilization")
-    return left
+            f"{card.option}={given} leaves no memory for the cache: of {card.limit >> 20} MiB, weights, CUDA and other "
+            f"programs take {card.taken >> 20}, and steps work in {card.steps >> 20}; raise it, lower `token_budget`, "
+            "take weights of fewer bits (a smaller GGUF file, or `quant`), leave out the vision tower "
+            "(`vision=False`) or drafts (`speculate='off'`), or free memory of the GPU", card.option)
+    return card.left
 
 
-def _left(device: str, share: float, work: int) -> int:
-    free, total = torch.cuda.mem_get_info(device)
-    return int(total * share) - (total - free) - work
+def card_memory(options: EngineConfig, steps: int = 0) -> CardMemory:
+    """Returns the memory of the options' GPU."""
+    free, total = torch.cuda.mem_get_info(options.device)
+    limit = options.gpu_memory_bytes or int(total * (options.gpu_memory_utilization or _SHARE))
+    option = "gpu_memory_utilization" if options.gpu_memory is None else "gpu_memory"
+    return CardMemory(min(limit, total), total - free, steps, option)
+
+
+def free_on_card(options: EngineConfig) -> int:
+    """Returns the bytes that can still be allocated on the options' GPU, within `gpu_memory`."""
+    free, total = torch.cuda.mem_get_info(options.device)
+    limit = options.gpu_memory_bytes
+    return free if limit is None else max(min(free, limit - (total - free)), 0)
+
+
+def card_room(options: EngineConfig) -> int:
+    """Returns the bytes that models and their caches may still take on a GPU. Raises ConfigError if there are none."""
+    return _card_budget(options, card_memory(options))
+
+
+def expected_card(config: ModelConfig, options: EngineConfig, weights: int) -> CardMemory | None:
+    """Returns the memory of the options' GPU as it will be with so many bytes of weights. None if there is no GPU here
+    and the options give no size."""
+    if torch.cuda.is_available():
+        card = card_memory(options)
+    elif options.gpu_memory_bytes is None:
+        return None
+    else:
+        card = CardMemory(options.gpu_memory_bytes, _CONTEXT, 0)
+    steps = working_bytes(config, fit_steps(options, card.limit).token_budget)
+    return replace(card, taken=card.taken + weights, steps=steps)
+
+
+def fit_card(options: EngineConfig) -> EngineConfig:
+    """Restricts torch to the options' GPU memory, for the whole process. Returns the options with shorter steps for a
+    small card: what these work in is better used for the cache."""
+    if not options.on_gpu:
+        return options
+    card = card_memory(options)
+    if options.gpu_memory is not None:
+        total, reserved = torch.cuda.mem_get_info(options.device)[1], torch.cuda.memory_reserved(options.device)
+        left = card.limit - (card.taken - reserved) - _OUTSIDE
+        if left <= 0:
+            raise ConfigError(f"gpu_memory={options.gpu_memory} is less than CUDA and other programs take on this GPU, "
+                              f"{card.taken - reserved + _OUTSIDE >> 20} MiB: raise it", "gpu_memory")
+        torch.cuda.set_per_process_memory_fraction(left / total, options.device)
+    return fit_steps(options, card.limit)
+
+
+def fit_steps(options: EngineConfig, limit: int) -> EngineConfig:
+    """Returns the options with shorter steps if the GPU's memory is small, and the number of tokens is the default."""
+    if limit > _SMALL_CARD or options.token_budget != GPU_TOKEN_BUDGET:
+        return options
+    return replace(options, token_budget=_SMALL_CARD_BUDGET)
 
 
 def working_bytes(config: ModelConfig, tokens: int, unpacks: bool = False) -> int:

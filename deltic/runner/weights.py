@@ -34,6 +34,7 @@ from deltic.ops.types import Weight
 from deltic.params import Auto, Draft, Mtp
 from deltic.runner.expert_offload import beside_card, check_experts, plain_store
 from deltic.runner.image_embeds import Encode
+from deltic.runner.memory import free_on_card
 from deltic.runner.packed_file import PackedFile
 from deltic.vision.images import Pixels, patches_of
 
@@ -275,8 +276,7 @@ def check_packed(files: ModelFiles | None, options: EngineConfig, drafts: bool) 
 
 def _plain_weights_fit(options: EngineConfig, config: ModelConfig) -> bool:
     """True if the GPU has room for the weights in bfloat16."""
-    free, _ = torch.cuda.mem_get_info(options.device)
-    return 2 * config.parameter_count <= _FREE_SHARE * free
+    return 2 * config.parameter_count <= _FREE_SHARE * free_on_card(options)
 
 
 def _kernels_missing(options: EngineConfig) -> str | None:

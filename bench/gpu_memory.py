@@ -1,0 +1,107 @@
+"""deltic restricted to a part of a GPU's memory: turns of random length up to the whole context, and the peak of what
+the process takes on the card, with random weights of true shapes or a file.
+
+    python bench/gpu_memory.py --model qwen3.5-27b --quant q4_k --gpu-memory 24GiB --context 65536 --kv-dtype fp8
+    python bench/gpu_memory.py --file 27b-Q4_K_M.gguf --picture --gpu-memory 24GiB --context 65536 --kv-dtype fp8
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import random
+import time
+from collections.abc import Iterator
+
+import torch
+from common import record
+
+from deltic.config import EngineConfig, parse_bytes
+from deltic.engine.engine import Engine
+from deltic.engine.loading import RandomModel, load
+from deltic.llm import LLM
+from deltic.params import EngineRequest, SamplingParams, TokenEvent
+
+AT_ONCE = 4
+"""Conversations that are alive at the same time."""
+
+
+def main() -> None:
+    args = _arguments()
+    free, _ = torch.cuda.mem_get_info()
+    config = EngineConfig(device="cuda", gpu_memory=args.gpu_memory, max_context=args.context, quant=args.quant,
+                          kv_dtype=args.kv_dtype)
+    runtime = load(args.file or RandomModel(args.model, head=True), config)
+    runtime.warm_up()
+    engine, failed, began = Engine(runtime), list[str](), time.perf_counter()
+    peak = tokens = 0
+    for request in _turns(args.turns, runtime.memory.max_context, runtime.config.vocab_size):
+        engine.add(request)
+        while len(engine.scheduler.running) + len(engine.scheduler.waiting) >= AT_ONCE:
+            tokens += _step(engine, failed)
+            peak = max(peak, free - torch.cuda.mem_get_info()[0])
+    while engine.has_work:
+        tokens += _step(engine, failed)
+    engine.check()
+    limit = parse_bytes(args.gpu_memory)
+    record("gpu_memory", {
+        "model": runtime.name, "quant": args.quant, "kv_dtype": args.kv_dtype, "turns": args.turns, "failed": failed,
+        "plan": [*runtime.memory.notes, *runtime.memory.warnings], "limit_mib": limit >> 20, "peak_mib": peak >> 20,
+        "fits": peak <= limit, "reserved_mib": torch.cuda.max_memory_reserved() >> 20, "generated": tokens,
+        "preemptions": engine.scheduler.preemptions, "seconds": round(time.perf_counter() - began, 1)})
+    if args.picture:
+        del engine, runtime
+        torch.cuda.empty_cache()
+        _picture(args, free, limit)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3.5-27b")
+    parser.add_argument("--file", help="a model instead of random weights")
+    parser.add_argument("--picture", action="store_true", help="read one, too; only with --file")
+    parser.add_argument("--quant", default="none", help="as of deltic serve")
+    parser.add_argument("--kv-dtype", default="auto", help="as of deltic serve")
+    parser.add_argument("--gpu-memory", default="24GiB")
+    parser.add_argument("--context", type=int, default=65536)
+    parser.add_argument("--turns", type=int, default=500)
+    return parser.parse_args()
+
+
+def _turns(count: int, context: int, vocabulary: int) -> Iterator[EngineRequest]:
+    """Next turns of AT_ONCE conversations, which begin anew when they are as long as the context. The first one is."""
+    chance = random.Random(1)
+    texts = [list[int]() for _ in range(AT_ONCE)]
+    for turn in range(count):
+        new, text = chance.choice((8, 64, 200)), texts[turn % AT_ONCE]
+        more = context - new - 1 if turn == 0 else int(chance.triangular(16, context // 4, 64))
+        if len(text) + more + new >= context:
+            text.clear()
+        text += chance.choices(range(vocabulary), k=more)
+        yield EngineRequest(str(turn), tuple(text), SamplingParams(temperature=1.0, seed=turn, max_tokens=new,
+                                                                 ignore_eos=True))
+
+
+def _step(engine: Engine, failed: list[str]) -> int:
+    events = [event for event in engine.step() if isinstance(event, TokenEvent)]
+    failed += [event.error for event in events if event.error]
+    return sum(event.token is not None for event in events)
+
+
+def _picture(args: argparse.Namespace, free: int, limit: int) -> None:
+    from PIL import Image
+
+    shown = io.BytesIO()
+    Image.effect_mandelbrot((1920, 1080), (-2, -1.5, 1, 1.5), 100).save(shown, "PNG")
+    with LLM(args.file, gpu_memory=args.gpu_memory, max_context=args.context, kv_dtype=args.kv_dtype) as llm:
+        url = f"data:image/png;base64,{base64.b64encode(shown.getvalue()).decode()}"
+        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
+        answer = llm.chat([{"role": "user", "content": content}], SamplingParams(max_tokens=64))
+        peak = free - torch.cuda.mem_get_info()[0]
+        record("gpu_memory", {"model": args.file, "picture": answer.text[:80], "limit_mib": limit >> 20,
+                              "peak_mib": peak >> 20, "fits": peak <= limit})
+
+
+if __name__ == "__main__":
+    main()
