@@ -216,7 +216,8 @@ def test_constants_agree() -> None:
     assert (defined["deltic_page"], defined["deltic_ring"], defined["deltic_panel"]) == (PAGE, RING, PANEL)
     assert f"pub const ABI: c_int = {defined['deltic_abi']};" in rust
     types = {name: int(number) for name, number in re.findall(r"DELTIC_(\w+) = (\d+)", HEADER)}
-    assert len(types) > 10 and all(BY_NAME[name].id == number for name, number in types.items())
+    of_files = {name: number for name, number in types.items() if number < 1000}  # INT4 is a type of K/V alone
+    assert len(of_files) > 10 and all(BY_NAME[name].id == number for name, number in of_files.items())
     levels = re.findall(r"DELTIC_(\w+)", re.findall(r"enum \{( DELTIC_PORTABLE[^}]*)\}", HEADER)[0])
     assert levels.pop() == "LEVELS"
     assert tuple(level.removesuffix("_LEVEL").lower() for level in levels) == library.LEVELS == CPU_LEVELS[1:]

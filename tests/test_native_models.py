@@ -104,17 +104,17 @@ def test_engines_at_once() -> None:
     """Compares whole answers, greedy and sampled ones."""
     runtimes = [model(-1, 2), model(0, 1), model(-1, 1, quant="q8_0")]
 
-    def answers(runtime: ModelRunner) -> list[list[int | None]]:
+    def answers(runtime: ModelRunner) -> dict[str, list[int | None]]:
         engine = Engine(runtime)
         for index in range(4):
             request = greedy(numbers(index, 20 + 3 * index, SHAPE.vocab_size), 20, f"n{index}")
             drawn = replace(request.output, temperature=1.0, top_p=0.9, seed=index, repetition_penalty=1.1)
             engine.add(replace(request, output=drawn) if index % 2 else request)
-        return [[event.token for event in answer.events] for answer in drain(engine).values()]
+        return {name: [event.token for event in answer.events] for (name, _), answer in drain(engine).items()}
 
     wanted = [answers(runtime) for runtime in runtimes]
 
-    def work(runtime: ModelRunner, right: list[list[int | None]]) -> None:
+    def work(runtime: ModelRunner, right: dict[str, list[int | None]]) -> None:
         for _ in range(3):
             assert answers(runtime) == right
 

@@ -63,7 +63,7 @@ def stored(client: httpx.Client) -> int:
 def wait_until_stored(client: httpx.Client, before: int) -> None:
     """Waits until nothing is being written, which a kill may lose."""
     seen = [before]
-    while seen[-1] == before or len({*seen[-3:]}) > 1:
+    while seen[-1] == before or len({*seen[-8:]}) > 1:
         time.sleep(0.2)
         seen.append(stored(client))
         assert len(seen) < 300, "nothing is written"
