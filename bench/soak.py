@@ -94,7 +94,7 @@ class Soak:
         name = f"r{self.figures.requests}"
         sampling = SamplingParams(temperature=self._draw.choice((0.0, 1.0)), seed=self.figures.requests,
                                   max_tokens=self._draw.choice((0, 1, 3, 8, 20, 40, 100)), ignore_eos=True,
-                                  stop_token_ids=(self._draw.randrange(3000),))
+                                  stop_token_ids=tuple(self._draw.sample(range(3000), 32)))
         if sampling.max_tokens and self._draw.random() < 0.1:
             sampling = SamplingParams(temperature=1.0, seed=1, max_tokens=4, n=self._draw.randint(2, 5))
         request = EngineRequest(name, tuple(prompt), sampling, boundaries)

@@ -59,7 +59,7 @@ class MemoryNeeds:
 
     @property
     def least_bytes(self) -> int:
-        """The K/V that a sequence gets beside one that takes a whole context."""
+        """Bytes of K/V for each further sequence, if one sequence fills a whole context."""
         return min(self.context_pages, _LEAST_PAGES) * self.page_bytes
 
 
@@ -109,7 +109,7 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
         warnings.append(f"max_context {context} is more than the {needs.model_context} that the model is made for")
     if batch < needs.max_batch:
         warnings.append(f"max_batch is {batch} instead of {needs.max_batch}: a sequence takes "
-                        f"{_mib(needs.sequence_bytes)} beside its K/V, and the cache has {_mib(budget)} (raise "
+                        f"{_mib(needs.sequence_bytes)} without its K/V, and the cache has {_mib(budget)} (raise "
                         f"`{needs.option}`)")
     logs = batch if needs.log_bytes else 0
     budget -= logs * needs.log_bytes
@@ -154,8 +154,8 @@ def _batch(budget: int, needs: MemoryNeeds) -> int:
 
 
 def _extra_slots(batch: int) -> int:
-    """Slots beside those of so many sequences: for the prompt end that several choices fork, and for sequences that are
-    admitted while those that they replace are still in flight."""
+    """Slots in addition to those of so many sequences: for the prompt end that several choices fork, and for sequences
+    that are admitted while those that they replace are still in flight."""
     return 1 + batch // _EXTRA
 
 

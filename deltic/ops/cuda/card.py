@@ -106,8 +106,8 @@ CARDS: Final = {card.name: card for card in (
 
 @cache
 def card_of(device: torch.device) -> Card:
-    """Returns a device's card, restricted to the one that DELTIC_CARD names; of a CPU that of the GPU beside it, or of
-    9.0 if there is none."""
+    """Returns a device's card, restricted to the one that DELTIC_CARD names. For a CPU: the card of the machine's
+    GPU, or 9.0 without one."""
     wanted = os.environ.get(OPTION)
     if wanted and wanted not in CARDS:
         raise ConfigError(f"{OPTION}={wanted} is no card: use one of {', '.join(CARDS)}, or leave it out", OPTION)

@@ -241,7 +241,7 @@ DEVICE void bulk_copy_kept(u32 to, const void *from, int bytes, u32) {
     for (int at = (threadIdx.x & 31) * 16; at < bytes; at += 512) copy_async<16>(to + at, (const char *)from + at);
 }
 #endif
-// A whole warp has read what a copy writes to next; whoever makes that waits for the barrier.
+// Called by a warp that has read its slot. The copying warp waits for the barrier before it writes to the slot again.
 DEVICE void release_slot(u32 barrier) {
     end_reads();
     __syncwarp();
