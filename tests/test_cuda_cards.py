@@ -28,12 +28,6 @@ VOCABULARY = 500
 OTHERS = [name for name in CARDS if name != "sm_90"]
 
 
-def others(model: str) -> list[str]:
-    """Cards that serve the model by own kernels."""
-    packed = "quant" in MODELS[model] or "mixture" in model
-    return [name for name in OTHERS if CARDS[name].serves_packed or not packed]
-
-
 @pytest.fixture(autouse=True)
 def _unrestricted(monkeypatch: pytest.MonkeyPatch) -> None:
     """At first."""
@@ -59,7 +53,7 @@ def answers(name: str) -> list[tuple[list[int], list[float]]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_decoding_gives_the_same_bits(name: str, restrict: Restrict) -> None:
     wanted = answers(name)
-    for card in others(name):
+    for card in OTHERS:
         restrict(card)
         found = answers(name)
         off = max(abs(one - other) for (_, some), (_, others) in zip(found, wanted, strict=True)
@@ -79,7 +73,7 @@ def test_prompts_differ_by_rounding(name: str, restrict: Restrict) -> None:
                 for seed, tokens in ((1, 333), (2, 100))]
 
     wanted = logits()
-    for card in others(name):
+    for card in OTHERS:
         restrict(card)
         for part, (found, before) in enumerate(zip(logits(), wanted, strict=True)):
             off = float((found - before).norm() / before.norm())

@@ -26,7 +26,6 @@ from deltic.ops import Ops
 from deltic.ops.capabilities import verifies_drafts
 from deltic.ops.cpu import missing
 from deltic.ops.cuda import quantized
-from deltic.ops.cuda.card import card_of
 from deltic.ops.cuda.expert_offload import PinnedExpertStore, pinned_form
 from deltic.ops.cuda.quantized_moe import knows_packed
 from deltic.ops.quantized import PackedForm, host_form
@@ -283,8 +282,6 @@ def _kernels_missing(options: EngineConfig) -> str | None:
     """Returns the reason why deltic's kernels do not serve the model on this GPU, regardless of its sizes."""
     if options.ops:
         return "with `ops` torch serves the model on a GPU"
-    if not card_of(torch.device(options.device)).serves_packed:
-        return "the GPU kernels for quantized weights need compute capability 9.0 or later"
     return None
 
 

@@ -48,12 +48,6 @@ class Card:
         return self.wgmma
 
     @property
-    def serves_packed(self) -> bool:
-        """True if kernels serve quantized weights and experts. Without bulk copies those of quantized weights have
-        failed, and those of experts have not run."""
-        return self.bulk_copies
-
-    @property
     def restricted(self) -> bool:
         """True if it is another card than the one that is there."""
         return self.target.startswith("compute_")

@@ -386,8 +386,6 @@ def _supported(shapes: Shapes) -> bool:
     gdn, attention = shapes.gdn, shapes.attention
     if any(product.columns % 64 or product.most < 1 for product in shapes.products):
         return False
-    if not shapes.card.serves_packed and (shapes.kinds or shapes.experts):
-        return False
     if gdn and (gdn.conv_kernel != 4 or (gdn.key_dim, gdn.value_dim) not in ((128, 128), (32, 32))):
         return False
     if shapes.kv in UNTRIED_KV:

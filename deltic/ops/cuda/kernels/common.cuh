@@ -230,16 +230,12 @@ DEVICE void await_barrier(u32 barrier, u32 parity) {
     while (!done);
 }
 // By a whole warp: 16 bytes each at a time.
-DEVICE void bulk_copy(u32 to, const void *from, int bytes, u32, u64 policy) {
-#pragma unroll 4
-    for (int at = (threadIdx.x & 31) * 16; at < bytes; at += 512)
-        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
-                     :: "r"(to + at), "l"((const char *)from + at), "l"(policy) : "memory");
-}
 DEVICE void bulk_copy_kept(u32 to, const void *from, int bytes, u32) {
 #pragma unroll 4
     for (int at = (threadIdx.x & 31) * 16; at < bytes; at += 512) copy_async<16>(to + at, (const char *)from + at);
 }
+// Without its policy: of cp.async with one, ptxas makes illegal instructions (triton-lang/triton, pull request 11660).
+DEVICE void bulk_copy(u32 to, const void *from, int bytes, u32 barrier, u64) { bulk_copy_kept(to, from, bytes, barrier); }
 #endif
 // Called by a warp that has read its slot. The copying warp waits for the barrier before it writes to the slot again.
 DEVICE void release_slot(u32 barrier) {

@@ -129,16 +129,16 @@ DEVICE void acquire_map(const TensorMap *map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" :: "l"(map) : "memory");
 }
 #else  // a map is the address of a matrix, its bytes from row to row, its rows and its columns (driver.py)
-template <int ROWS> DEVICE void copy_box(u32 to, const TensorMap *map, int column, int row, u32, u64 policy) {
+template <int ROWS> DEVICE void copy_box(u32 to, const TensorMap *map, int column, int row, u32, u64) {
     const int lane = threadIdx.x & 31, chunk = lane & 7, rows = int(map->words[2]) - row;
     const u64 from = map->words[0] + (column + chunk * 8) * 2, step = map->words[1];
     const bool there = column + chunk * 8 < int(map->words[3]);
 #pragma unroll 4
     for (int r = lane >> 3; r < ROWS; r += 4) {
         const bool has = there && r < rows;  // what lies outside of the matrix is zero
-        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                      :: "r"(to + r * 128 + ((chunk ^ (r & 7)) << 4)), "l"(has ? from + (row + r) * step : map->words[0]),
-                        "r"(has ? 16 : 0), "l"(policy) : "memory");
+                        "r"(has ? 16 : 0) : "memory");
     }
 }
 DEVICE void prefetch_box(const TensorMap *, int, int) {}
