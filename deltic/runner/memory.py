@@ -185,7 +185,7 @@ def fit_card(options: EngineConfig) -> EngineConfig:
         if left <= 0:
             raise ConfigError(f"gpu_memory={options.gpu_memory} is less than CUDA and other programs take on this GPU, "
                               f"{card.taken - reserved + _OUTSIDE >> 20} MiB: raise it", "gpu_memory")
-        torch.cuda.set_per_process_memory_fraction(left / total, options.device)
+        torch.cuda.set_per_process_memory_fraction(left / total, torch.device(options.device).index)
     return fit_steps(options, card.limit)
 
 
