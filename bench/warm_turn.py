@@ -130,6 +130,7 @@ def _text(words: int) -> str:
 def _serve(args: argparse.Namespace) -> None:
     import deltic.server.app as app_module
     from deltic import LLM, RandomModel
+    from deltic.chat.processor import ChatProcessor
     from deltic.loader.hub import resolve
 
     longest = args.tokens * 5 // 4 + 4096
@@ -138,7 +139,7 @@ def _serve(args: argparse.Namespace) -> None:
     else:
         llm = LLM(RandomModel(args.model, args.layers), device=args.device, dtype="bfloat16", speculate="off",
                   max_context=longest, max_batch=16)
-        words = LLM(max_context=2048, device="cpu").chat_processor.within(llm.chat_processor._bound)
+        words = ChatProcessor.from_directory(resolve(None), longest=longest)
         for token in range(llm.runtime.config.vocab_size):
             if not words.tokenizer.token_bytes(token):
                 words.tokenizer._bytes[token] = f" w{token}".encode()

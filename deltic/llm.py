@@ -40,6 +40,7 @@ from deltic.engine.arguments import (
 )
 from deltic.engine.engine import Engine
 from deltic.engine.loading import LoadProgress, ModelOverrides, RandomModel, load_any
+from deltic.engine.warm_up import warm_up
 from deltic.engine.worker import EventMailbox, Worker
 from deltic.errors import ConfigError, ModelError, RequestError, of_prompt, show
 from deltic.export.backend import ProgramModel
@@ -390,7 +391,7 @@ class LLM:
         def prepare(_: Engine) -> None:
             for tier in self.runtime.cache.tiers:
                 tier.prepare()
-            self.runtime.warm_up()
+            warm_up(self.runtime)
         self.worker.execute(prepare)
 
     def profile(self) -> AbstractContextManager[Profile]:

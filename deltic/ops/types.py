@@ -500,11 +500,11 @@ class Drafted:
 
 
 @runtime_checkable
-class PreparesAttention(Protocol):
-    """A step of a device that builds attention kernels for each length of a prompt."""
+class PreparesPrompts(Protocol):
+    """A step of a device that builds or loads kernels by the number of a prompt's tokens."""
 
-    def prepare_attention(self, most: int) -> None:
-        """Builds those for prompts of up to so many tokens, for the calling thread."""
+    def prepare_prompts(self, most: int) -> None:
+        """Does so for prompts of up to so many tokens, for the calling thread."""
 
 
 @dataclass(frozen=True, slots=True)

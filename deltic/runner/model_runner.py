@@ -29,8 +29,9 @@ from deltic.model.mtp_head import MtpHead as MtpHead
 from deltic.ops import Ops, explain, select
 from deltic.ops.capabilities import Capabilities, can_defer_state_writes, device_capabilities
 from deltic.ops.cpu import use_torch_threads
+from deltic.ops.cuda.driver import make_current
 from deltic.ops.memory import is_shortage
-from deltic.ops.types import Batch, CacheViews, PreparesAttention, Sampled, Sampling
+from deltic.ops.types import Batch, CacheViews, PreparesPrompts, Sampled, Sampling
 from deltic.params import PAGE, Auto, Mtp
 from deltic.runner.cuda_graphs import CudaGraphs, draft_buckets, recorded_buckets
 from deltic.runner.expert_offload import ExpertOffload
@@ -254,6 +255,7 @@ class ModelRunner:
         and delta log 0, which must be free."""
         if not self.options.on_gpu:
             return
+        make_current(self.device)  # the model may have been loaded in another thread
         if self.graphs is not None and (self.mtp_runner is None or self.capabilities.verifies):
             self._warm_up_decode()
         if not self.options.batch_invariant:  # that reads prompts in decode steps
@@ -293,8 +295,8 @@ class ModelRunner:
                 log.warning("%s: there is no memory for a step with %d prompt tokens, so that long prompts will fail: "
                             "choose a smaller `token_budget`, `memory` or `gpu_memory_utilization`", self.name,
                             sum(len(row.tokens) for row in plan.rows))
-        if isinstance(self.step, PreparesAttention):
-            self.step.prepare_attention(min(budget, self.memory.max_context))
+        if isinstance(self.step, PreparesPrompts):
+            self.step.prepare_prompts(min(budget, self.memory.max_context))
         self.pools.apply((CopySlot(0, 0), CopyPage(0, 0)))
         self.pools.sound((0,), (0,), PAGE)
         torch.cuda.synchronize(self.device)

@@ -156,10 +156,10 @@ class DecodeStep:
             return None
         return self._gemv_rows(batch) if tokens <= MAX_GEMV_TOKENS else self._gemm_rows(batch)
 
-    def prepare_attention(self, most: int) -> None:
-        """As `PreparesAttention`."""
+    def prepare_prompts(self, most: int) -> None:
+        """As `PreparesPrompts`."""
         if self.prefill:
-            self.prefill.prepare_attention(most)
+            self.prefill.prepare_prompts(most)
 
     def buffers(self, batch: Batch, kind: str, residual: Tensor | None = None) -> _DecodeBuffers:
         """Allocates a step's tensors. residual [T, H] float32: the input of the first layer, if it exists already."""

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
@@ -32,6 +33,7 @@ from deltic.ops.types import (
     GdnWeights,
     KvView,
     Layout,
+    MlpWeights,
 )
 
 if TYPE_CHECKING:
@@ -44,6 +46,9 @@ _LONG = 1024
 """Tokens that such a row has at least."""
 PREFIX_GRAIN = 1024
 """The prefix part of such a row is a multiple of it: cuDNN builds a kernel for each length."""
+_PRODUCT_STEP, _LARGE_PRODUCT = 128, 2048
+"""cuBLAS chooses its kernel for a product by the number of tokens, and loads it at first use. A warm-up tries every
+multiple of _PRODUCT_STEP tokens up to _LARGE_PRODUCT, then of four times as many."""
 MOST_TOKENS = 65535
 """Tokens of a step: blocks of a grid's second axis."""
 _LINE, _STAGES = 72, 3
@@ -359,10 +364,26 @@ class PrefillStep:
         self._module = load_module(source(shapes), device)
         self._attend = Attend(shapes.attention, device, self._module) if shapes.attention else None
 
-    def prepare_attention(self, most: int) -> None:
-        """As `PreparesAttention`."""
+    def prepare_prompts(self, most: int) -> None:
+        """As `PreparesPrompts`."""
         if self._attend and self._shapes.attention:
             self._attend.prepare(self._shapes.attention, self._device, most)
+        tokens = [*range(_PRODUCT_STEP, min(most, _LARGE_PRODUCT), _PRODUCT_STEP),
+                  *range(_LARGE_PRODUCT, most, 4 * _PRODUCT_STEP), most]
+        for weight in self._products():
+            x = torch.zeros(most, weight.shape[1], dtype=torch.bfloat16, device=self._device)
+            for count in tokens:
+                F.linear(x[:count], weight)
+
+    def _products(self) -> Iterator[Tensor]:
+        """Yields the weights that cuBLAS multiplies with in one layer of each kind, as bfloat16."""
+        of_kind = {(type(layer.mixer), type(layer.mlp)): layer for layer in self._step.decoder.layers}
+        for layer in of_kind.values():
+            mixer, mlp = layer.mixer, layer.mlp
+            weights = (mixer.in_proj, mixer.out_proj) if isinstance(mixer, GdnWeights) else (mixer.qkv, mixer.o_proj)
+            yield from map(self._step.plain, weights)
+            if isinstance(mlp, MlpWeights):
+                yield from map(self._step.plain, (mlp.gate_up, mlp.down))
 
     def serves(self, batch: Batch) -> bool:
         layout = batch.layout

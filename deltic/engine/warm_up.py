@@ -1,0 +1,28 @@
+"""What a model on a GPU does before its first request, so that this one is as fast as later ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from deltic.cache.manager import HybridCache
+from deltic.engine.engine import Engine
+from deltic.params import EngineRequest, SamplingParams
+from deltic.runner.model_runner import ModelRunner
+
+_PROMPT_TOKENS, _NEW_TOKENS = 300, 4
+
+
+def warm_up(runtime: ModelRunner) -> None:
+    """Runs all kinds of steps (`ModelRunner.warm_up`), then answers two requests, because what draws tokens and brings
+    them to the host allocates its memory at first use. Must run in the thread of the steps, before any request."""
+    if not runtime.options.on_gpu:
+        return
+    runtime.warm_up()
+    engine = Engine(replace(runtime, cache=HybridCache(runtime.pools, reuse=False)))
+    prompt = tuple(range(max(1, min(_PROMPT_TOKENS, engine.max_context - _NEW_TOKENS, runtime.config.vocab_size))))
+    for temperature in (0.0, 1.0):
+        engine.add(EngineRequest(str(temperature), prompt, SamplingParams(
+            temperature=temperature, top_p=0.9, max_tokens=_NEW_TOKENS, ignore_eos=True)))
+        engine.step()
+    while engine.has_work:
+        engine.step()
