@@ -65,7 +65,7 @@ def test_all_kernels_compile(name: str, card: Card, tmp_path: Path, monkeypatch:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shapes = replace(WHOLE[name](card), delta_logs=True)
     assert shapes.shared <= card.shared_memory
-    for text in (shapes.source(), prefill.source(shapes), mtp.source(shapes)):
+    for text in (shapes.source(), prefill.source(shapes), mtp.source(shapes, shapes.products[0].columns)):
         check(text, shapes)
 
 
@@ -79,7 +79,7 @@ def test_small_kernels_compile(card: Card, tmp_path: Path, monkeypatch: pytest.M
         check(text, bfloat16)
     for size in (64, 128):
         float8 = Shapes((), None, AttentionSpec(16, 4, size, size // 4, True, 1e-6), kv="u8", card=card)
-        for text in (float8.source(), mtp.source(float8), prefill.source(float8)):
+        for text in (float8.source(), mtp.source(float8, 2048), prefill.source(float8)):
             check(text, float8)
 
 
