@@ -24,6 +24,7 @@ from speculation import DEPTH, Forced, plain_runtime, serve
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
+from deltic.ops.cuda.card import card_of
 from deltic.params import EngineRequest, SamplingParams, TokenEvent
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.controller import drafter_of
@@ -125,7 +126,7 @@ def _decode(runtime: ModelRunner, args: argparse.Namespace, batch: int, ready: f
         raise SystemExit("no steps were timed: raise --new above 8 and --repeat above 1")
     step = median(times)
     floor = step_bytes(runtime, batch, args.prompt + args.new // 2) / BANDWIDTH
-    record("gpu", {"task": "decode", "model": runtime.name, "served": _served(runtime), "batch": batch,
+    record("gpu", {"task": "decode", "model": runtime.name, **_card(), "served": _served(runtime), "batch": batch,
                    "quant": args.quant, "kv_dtype": args.kv_dtype, "state_dtype": args.state_dtype,
                    "batch_invariant": args.batch_invariant, "prompt": args.prompt, "new": args.new,
                    "temperature": args.temperature, "graphs": runtime.graphs is not None, "ops": args.ops,
@@ -136,6 +137,11 @@ def _decode(runtime: ModelRunner, args: argparse.Namespace, batch: int, ready: f
                    "reserved_mib": torch.cuda.memory_reserved() >> 20, "replay_us": _replays(runtime, batch)})
     if args.kernels:
         _kernels(runtime, batch)
+
+
+def _card() -> dict[str, str]:
+    """kernels_for: another card than the GPU if DELTIC_CARD restricts the kernels."""
+    return {"gpu": torch.cuda.get_device_name(), "kernels_for": card_of(torch.device("cuda")).name}
 
 
 def _served(runtime: ModelRunner) -> str:
@@ -205,8 +211,9 @@ def _prefill(runtime: ModelRunner, args: argparse.Namespace, tokens: int) -> Non
         torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
     floor = prompt_operations(runtime.config, tokens) / ARITHMETIC
-    record("gpu", {"task": "prefill", "model": runtime.name, "tokens": tokens, "budget": args.budget, "ops": args.ops,
-                   "quant": args.quant, "kv_dtype": args.kv_dtype, "state_dtype": args.state_dtype,
+    record("gpu", {"task": "prefill", "model": runtime.name, **_card(), "tokens": tokens,
+                   "budget": args.budget, "ops": args.ops, "quant": args.quant, "kv_dtype": args.kv_dtype,
+                   "state_dtype": args.state_dtype,
                    "first_token_ms": round(median(times[1:]) * 1e3, 2), "floor_ms": round(floor * 1e3, 2),
                    "over_floor": round(median(times[1:]) / floor, 2), "served": _served(runtime)})
 
@@ -231,8 +238,8 @@ def _speculate(runtime: ModelRunner, args: argparse.Namespace, batch: int) -> No
                 same, steps = sum(found.answers[key] == answers[key] for key in answers), steps + found.steps
     # each run has luck of its own with its drafts, so that all of them count
     tokens, off, on = args.repeat * batch * (args.new - 1), sum(runs["off"]), sum(runs["on"])
-    record("gpu", {"task": "speculate", "model": runtime.name, "batch": batch, "prompt": args.prompt, "new": args.new,
-                   "temperature": args.temperature, "acceptance": args.share,
+    record("gpu", {"task": "speculate", "model": runtime.name, **_card(), "batch": batch,
+                   "prompt": args.prompt, "new": args.new, "temperature": args.temperature, "acceptance": args.share,
                    "depth": "auto" if args.adaptive else DEPTH, "same_answers": same,
                    "tokens_per_step": round(tokens / steps / batch, 3), "off_us": round(off / tokens * batch * 1e6, 1),
                    "step_us": round(on / steps * 1e6, 1),
