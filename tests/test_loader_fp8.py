@@ -111,6 +111,14 @@ def in_blocks(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     return codes, scales, codes.float() * wide
 
 
+def by_row_or_matrix(weight: torch.Tensor, whole: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `in_blocks`, with a scale for each row, [..., rows, 1], or for the whole matrix, [...]."""
+    largest = weight.float().abs().amax((-2, -1) if whole else -1, keepdim=True)
+    scales = largest / FLOAT8_LARGEST
+    codes = (weight.float() / scales).clamp(-FLOAT8_LARGEST, FLOAT8_LARGEST).to(torch.float8_e4m3fn)
+    return codes, scales[..., 0, 0].clone() if whole else scales, codes.float() * scales
+
+
 def mapping(config: ModelConfig) -> dict[str, Any]:
     """The config.json."""
     return text_of(config) if config.experts else hf_config(config)
@@ -147,6 +155,39 @@ def test_a_checkpoint_in_float8(config: ModelConfig, scales: torch.dtype, tmp_pa
         assert found.keys() == numbers.keys()
         for name, tensor in found.items():
             assert torch.equal(tensor, numbers[name].to(tensor.dtype)), name
+
+
+GROUPS = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}
+OTHERS = {"rows": {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": GROUPS},
+          "matrices": {"quant_method": "modelopt", "quant_algo": "FP8"}}
+
+
+@pytest.mark.parametrize("config", [shape(), mixture()], ids=["dense", "mixture"])
+@pytest.mark.parametrize("said", OTHERS)
+def test_scales_of_rows_and_of_matrices(said: str, config: ModelConfig, tmp_path: Path,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole and in pieces, in both halves of joined experts, and as codes that stay as they are."""
+    stored, numbers = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, tensor in random_weights(config, "bfloat16").items():
+        stored[name] = numbers[name] = tensor
+        if tensor.dim() > 1 and "proj" in name and not name.endswith((".in_proj_a.weight", ".in_proj_b.weight")):
+            stored[name], stored[f"{name}_scale"], numbers[name] = by_row_or_matrix(tensor, said == "matrices")
+            stored[f"{name.removesuffix('weight')}input_scale"] = torch.tensor(0.5)
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**mapping(config), "quantization_config": OTHERS[said]}))
+    opened = open_model(tmp_path, progress=False)
+    for chunk in (1 << 20, 128 * 256):
+        monkeypatch.setattr("deltic.loader.safetensors._CHUNK", chunk)
+        found = opened.load("float32", "cpu", None)
+        assert found.keys() == numbers.keys()
+        assert all(torch.equal(tensor, numbers[name].float()) for name, tensor in found.items())
+    kept = dict(opened.float8_tensors("float32", "cpu", None))
+    assert sum(isinstance(weight, Float8) for weight in kept.values()) > 8
+    for name, weight in kept.items():
+        if isinstance(weight, Float8):
+            assert torch.equal(weight.numbers(), numbers[name]), name
+            if weight.shape[-1] % 128 == 0:
+                assert torch.equal(decoded(weight.blocks()), numbers[name].flatten(0, -2)), name
 
 
 def test_dequantized_values_equal_transformers(tmp_path: Path) -> None:
@@ -292,7 +333,7 @@ NAME = "model.layers.0.linear_attn.out_proj.weight"
     ({f"{NAME}_scale_inv": None}, "without scales"),
     ({f"{NAME}_scale_inv": torch.ones(3, 2)}, r"scales of shape \[3, 2\]"),
     ({f"{NAME}_scale_inv": torch.ones(2, 2, dtype=torch.int32)}, "dtype I32"),
-    ({f"{NAME}_scale_inv": torch.tensor(1.0)}, r"scales of shape \[\]"),
+    ({f"{NAME}_scale_inv": torch.ones(256)}, r"scales of shape \[256\]"),
     ({"model.norm.weight_scale_inv": torch.ones(2, 2)}, "is unknown"),
     ({"model.norm.weight": torch.ones(256).to(torch.float8_e4m3fn)}, "without scales"),
     ({"model.norm.weight": torch.ones(256).to(torch.float8_e4m3fn), "model.norm.weight_scale_inv": torch.ones(2)},
@@ -309,7 +350,10 @@ def test_broken_checkpoints_named(change: dict[str, torch.Tensor | None], match:
 
 
 @pytest.mark.parametrize("change", [{"quant_method": "gptq"}, {"weight_block_size": [64, 128]}, {"fmt": "e5m2"},
-                                    {"weight_block_size": None}, {"quant_method": None}])
+                                    {"quant_method": None}, {"quant_method": ["fp8"]},
+                                    {"quant_algo": "NVFP4", "quant_method": "modelopt"},
+                                    {"format": "pack-quantized", "quant_method": "compressed-tensors"},
+                                    {"config_groups": {"a": {"weights": {"num_bits": 4, "type": "float"}}}}])
 @pytest.mark.parametrize("inner", [False, True])
 def test_other_quantizations_are_refused_by_name(change: dict[str, Any], inner: bool) -> None:
     said, own = {"quantization_config": {**SAID, **change}}, hf_config(shape())

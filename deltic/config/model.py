@@ -324,6 +324,10 @@ def _refuse_unsupported(text: Mapping[str, Any], family: Family) -> None:
             raise ModelError(f"{key} {show(text[key])} is not supported, only {value!r}")
 
 
+_FLOAT8: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
+    "fp8": {"fmt": ("e4m3", None), "weight_block_size": ([128, 128], None)},
+    "compressed-tensors": {"format": ("float-quantized",)}, "modelopt": {"quant_algo": ("FP8",)}}
+"""Methods of quantization_config that store float8 weights: the values that their keys may have."""
 _UNQUANTIZED: Final = ("take the unquantized checkpoint (`quant='q4_k'` quantizes it while it is loaded), or a GGUF "
                        "file of the model")
 
@@ -337,13 +341,21 @@ def _check_quantization(mapping: Mapping[str, Any], quantization: object) -> Non
         return
     given = quantization if isinstance(quantization, Mapping) else {}
     method = given.get("quant_method")
-    if method != "fp8":
-        raise ModelError(f"quantization_config: quant_method {show(method)} is not supported, only fp8 in blocks of "
-                         f"128; {_UNQUANTIZED}")
-    for key, value, default in (("fmt", "e4m3", "e4m3"), ("weight_block_size", [128, 128], None)):
-        if given.get(key, default) != value:
-            raise ModelError(f"quantization_config: {key} {show(given.get(key))} is not supported, only {value!r}; use "
-                             "the unquantized checkpoint")
+    known = _FLOAT8.get(method) if isinstance(method, str) else None
+    if known is None:
+        raise ModelError(f"quantization_config: quant_method {show(method)} is not supported, only float8 weights "
+                         f"({', '.join(_FLOAT8)}); {_UNQUANTIZED}")
+    for key, values in known.items():
+        if given.get(key) not in values:
+            raise ModelError(f"quantization_config: {key} {show(given.get(key))} is not supported, only "
+                             f"{' or '.join(show(value) for value in values if value)}; {_UNQUANTIZED}")
+    groups = given.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        kind = (weights.get("num_bits"), weights.get("type")) if isinstance(weights, Mapping) else None
+        if kind != (8, "float"):
+            raise ModelError(f"quantization_config: config_groups has weights {show(weights)}, only type 'float' with "
+                             f"num_bits 8 is supported; {_UNQUANTIZED}")
 
 
 def _with_defaults(text: Mapping[str, Any]) -> dict[str, Any]:

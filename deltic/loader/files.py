@@ -28,8 +28,8 @@ PICKLED: Final = "pytorch_model.bin"
 FLOAT8: Final = "F8_E4M3"
 GROUP: Final = 128
 """Columns and rows that share a scale of a float8 tensor."""
-SCALES: Final = "_scale_inv"
-"""Suffix of the tensor with a float8 tensor's scales."""
+SCALES: Final = ("_scale_inv", "_scale")
+"""Suffixes of the tensor with a float8 tensor's scales."""
 IN_MEMORY: Final = Path("<weights in memory>")
 """Path of tensors that are in no file."""
 ITEM_BYTES: Final[Mapping[str, int]] = {
@@ -206,22 +206,34 @@ def _stack(name: str, parts: Mapping[int, StoredTensor], count: int) -> Stack:
 
 def with_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Attaches the scales to float8 tensors, and removes them from the names. Raises ModelError naming a tensor with
-    missing or unsupported scales."""
+    missing or unsupported scales. Scales of activations are left out, because activations are not quantized."""
     found = dict(tensors)
     for name, stored in tensors.items():
         if stored.dtype != FLOAT8:
             continue
-        scales = found.pop(f"{name}{SCALES}", None)
-        if scales is None:
-            raise ModelError(f"tensor {name[:200]!r} is stored as {FLOAT8} without scales ({name[:200]}{SCALES}); "
-                             "take a float8 checkpoint with scales, or the unquantized one")
-        blocks = (*stored.shape[:-2], *(-(-size // GROUP) for size in stored.shape[-2:]))
-        if len(stored.shape) < 2 or scales.shape != blocks or scales.dtype not in ("F32", "BF16", "F16"):
+        found.pop(f"{name.removesuffix('weight')}input_scale", None)
+        given = [scales for suffix in SCALES if (scales := found.pop(f"{name}{suffix}", None))]
+        if not given:
+            raise ModelError(f"tensor {name[:200]!r} is stored as {FLOAT8} without scales ({name[:200]}"
+                             f"{' or '.join(SCALES)}); take a float8 checkpoint with scales, or the unquantized one")
+        scales = given[0]
+        grid = _scale_grid(stored.shape, scales.shape) if len(stored.shape) > 1 else None
+        if grid is None or scales.dtype not in ("F32", "BF16", "F16"):
             raise ModelError(f"tensor {name[:200]!r} is stored as {FLOAT8} with scales of shape {list(scales.shape)} "
-                             f"and dtype {scales.dtype[:20]}; only blocks of {GROUP} by {GROUP} can be read, so use "
-                             "the unquantized checkpoint")
-        found[name] = replace(stored, scales=scales)
+                             f"and dtype {scales.dtype[:20]}; only a scale for each block of {GROUP} by {GROUP}, each "
+                             "row or each matrix can be read, so use the unquantized checkpoint")
+        found[name] = replace(stored, scales=replace(scales, shape=grid))
     return found
+
+
+def _scale_grid(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Returns the shape [..., r, c] of a tensor's scales: of blocks, of rows ([..., rows, 1]), or of the whole matrix
+    ([..., 1, 1]). None if they are of something else."""
+    *stack, rows, columns = shape
+    if scales in ((*stack, -(-rows // GROUP), -(-columns // GROUP)), (*stack, rows, 1)):
+        return scales
+    whole = (tuple(stack), (*stack, 1, 1)) if stack else ((), (1,), (1, 1))
+    return (*stack, 1, 1) if scales in whole else None
 
 
 # Reading headers

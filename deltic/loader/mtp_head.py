@@ -274,7 +274,7 @@ def extract_head(checkpoint: CheckpointFiles, target: Path, source: str, progres
     """
     config = ModelConfig.from_hf(checkpoint.json("config.json"))
     head = find_head(checkpoint, config)
-    scales = {f"{name}{SCALES}": found for name, source in head.items() if (found := scales_of(source))}
+    scales = {f"{name}{SCALES[0]}": found for name, source in head.items() if (found := scales_of(source))}
     stored = dict(sorted({**head, **scales}.items()))
     if not stored:
         raise ModelError(f"{checkpoint.place} has no multi-token-prediction head (tensors mtp.*); take the original "

@@ -54,7 +54,7 @@ class Float8:
     """A matrix or a stack in the format of checkpoints.
 
     codes: uint8 [..., rows, columns].
-    scales: float32 [..., rows / GROUP, columns / GROUP], rounded up.
+    scales: float32 [..., rows / GROUP, columns / GROUP], rounded up; of rows [..., rows, 1]; of the matrix [..., 1, 1].
     """
 
     codes: Tensor
@@ -82,12 +82,15 @@ class Float8:
     def halves(self) -> tuple[Float8, Float8]:
         """Splits the rows in two halves. No block may extend over both."""
         codes, scales = self.codes.chunk(2, -2), self.scales.chunk(2, -2)
-        return Float8(codes[0], scales[0]), Float8(codes[1], scales[1])
+        return Float8(codes[0], scales[0]), Float8(codes[1], scales[-1])  # a matrix's only scale is that of both
 
     def _row_scales(self) -> Tensor:
         """Returns the scales of each row, [..., rows, columns / GROUP]."""
-        found: Tensor = self.scales.repeat_interleave(GROUP, -2)[..., :self.shape[-2], :]
-        return found
+        *_, rows, columns = self.shape
+        scales = self.scales
+        if scales.shape[-2] == -(-rows // GROUP):
+            scales = scales.repeat_interleave(GROUP, -2)[..., :rows, :]
+        return scales.expand(*self.shape[:-1], -(-columns // GROUP))
 
 
 # Tensors
@@ -259,8 +262,9 @@ def _read_float8_values(name: str, stored: StoredTensor, scales: StoredTensor, r
                 piece = matrix[first:first + step]
                 codes = torch.empty(piece.shape, dtype=torch.uint8)
                 _fill(file, codes, stored)
-                blocks = own[first // GROUP:(first + len(piece) + GROUP - 1) // GROUP]
-                numbers = Float8(codes.to(result.device), blocks.to(result.device)).numbers()
+                each = rows // len(own) if len(own) in (1, rows) else GROUP  # rows that share a scale
+                part = own[first // each:-(-(first + len(piece)) // each)]
+                numbers = Float8(codes.to(result.device), part.to(result.device)).numbers()
                 piece.copy_(numbers)
                 _check_range(name, numbers, piece)
 
