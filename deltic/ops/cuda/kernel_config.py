@@ -19,7 +19,7 @@ from deltic.ops.cuda.layout import (
     TWO_BLOCKS_SHARED_BYTES,
     WARPS,
 )
-from deltic.ops.cuda.moe import ExpertsShape
+from deltic.ops.cuda.moe import ExpertsShape, host_entries
 from deltic.ops.cuda.quantized import KINDS, Tiles
 from deltic.ops.cuda.quantized_moe import PackedShape, experts_shape
 from deltic.ops.cuda.quantized_product import PackedMultiply, parts_of, product_of
@@ -134,6 +134,7 @@ class Shapes:
     delta_logs: states have delta logs.
     experts: of the mixture-of-experts layers.
     kv, state: the kernels' types of keys and values (kernels/kv.cuh), and of states.
+    host: hidden size, if the host computes the feed-forward of dense layers; else 0.
     form: of the attention layers (kernels/attention.cuh).
     card: for which the kernels are made.
     """
@@ -145,6 +146,7 @@ class Shapes:
     parts: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict, compare=False)
     delta_logs: bool = False
     experts: ExpertsShape | None = None
+    host: int = 0
     kv: str = "u16"
     state: str = "float"
     form: int = 3
@@ -175,6 +177,8 @@ class Shapes:
             files.append("packed")
         if self.experts:
             files += self.experts.files
+        if self.host:
+            files += ["experts", "beside"]
         text = [state_header(self.state), headers(*files), *self._products()]
         text += [entry(name, type, "256", name) for name, type in (
             ("enter", "Enter"), ("add_norm", "AddNorm"), ("gate", "Gate"))]
@@ -195,6 +199,7 @@ class Shapes:
         if self.gdn and self.delta_logs:
             text.append(entry("append", "Append", "256", "append"))
         text += self.experts.entries() if self.experts else ()
+        text += host_entries(f"{self.host}, 1, 1, false, false") if self.host else ()
         return "".join(text)
 
     def _streams_alone(self, gdn: GdnSpec) -> bool:
