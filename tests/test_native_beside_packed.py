@@ -1,5 +1,5 @@
-"""Feed-forwards of dense layers with packed weights that host threads compute beside a GPU: as with unrounded weights up
-to sixteen bits of the input, and bits that do not depend on other tokens or the number of threads."""
+"""Feed-forwards of dense layers with packed weights that host threads compute beside a GPU: right up to sixteen bits of
+the input, and bits that do not depend on other tokens or the number of threads."""
 
 from __future__ import annotations
 

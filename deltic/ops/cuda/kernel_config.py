@@ -31,6 +31,7 @@ from deltic.ops.types import (
     DecoderWeights,
     GdnSpec,
     GdnWeights,
+    MlpWeights,
     MoeWeights,
     Weight,
 )
@@ -315,8 +316,7 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
                 return None
             found.add(layer.mlp.router, True, STORE)
         else:
-            found.add(layer.dense.gate_up, True, GATE)
-            found.add(layer.dense.down, False, ADD)
+            found.add_dense(layer.dense)
     found.add(decoder.head, True, STORE)
     if isinstance(decoder.head, Tiles):
         found.add(decoder.head, False, STORE)
@@ -334,6 +334,7 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
         parts=found.parts,
         delta_logs=any(state.delta_log is not None for state in views.states),
         experts=experts,
+        host=decoder.embedding.shape[1] if found.asks_host else 0,
         kv=_KV[views.kv[0].keys.dtype] if views.kv else "u16",
         state=STATES[views.states[0].recurrent.dtype] if views.states else "float",
         form=form,
@@ -351,6 +352,7 @@ class _Found:
     products: dict[Multiply | PackedMultiply, None] = field(default_factory=dict)
     parts: dict[int, tuple[Tiles, ...]] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)
+    asks_host: bool = False
     all_known: bool = True
 
     def add(self, weight: Weight, norm: bool, out: int, heads: GdnSpec | None = None) -> None:
@@ -370,6 +372,11 @@ class _Found:
                 self.products[product] = None
         else:
             self.all_known = False
+
+    def add_dense(self, weights: MlpWeights) -> None:
+        self.add(weights.gate_up, True, GATE)
+        self.add(weights.down, False, ADD)
+        self.asks_host |= weights.pool is not None and weights.pool.store.host is not None
 
 
 def form_of(weights: AttentionWeights) -> int:

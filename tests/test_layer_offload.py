@@ -1,0 +1,308 @@
+"""Feed-forwards of dense layers in host memory, without a GPU: how many the plan moves and what its note names, where
+they lie, the order of copies, and what the host computes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from deltic.cli.inspect import plan_cache
+from deltic.config import EngineConfig, ModelConfig
+from deltic.errors import ConfigError
+from deltic.loader.dummy import random_tensors
+from deltic.loader.quantize import quantize_tensors
+from deltic.model.decoder import Decoder, build, feed_forward
+from deltic.ops import reference, select
+from deltic.ops.cpu import missing
+from deltic.ops.cuda.layer_offload import LayerStore, LayerStream, host_layer, host_layer_form, used
+from deltic.ops.cuda.quantized import Tiles, packed_bytes, tiles_form
+from deltic.ops.types import MlpWeights, Weight
+from deltic.runner import layer_offload
+from deltic.runner.layer_offload import LayerPlan, matrices_of, place_layers, plan_layers, why_not_beside
+from deltic.runner.memory import CardMemory, plan_memory
+from deltic.runner.weights import weight_sizes
+
+GIB, CPU = 1 << 30, torch.device("cpu")
+TINY = replace(ModelConfig.preset("qwen3.5-0.8b", 6), hidden_size=512, intermediate_size=768, vocab_size=512,
+               tie_word_embeddings=True)
+needs_library = pytest.mark.skipif(bool(missing()), reason=str(missing()))
+
+
+# The plan
+
+
+def note_of(size: str, **options: Any) -> tuple[Any, str]:
+    found = plan_cache(ModelConfig.preset("qwen3.5-27b"),
+                       EngineConfig(device="cuda", gpu_memory=size, quant="q4_k", **options))
+    assert found
+    plan, _ = found
+    return plan, plan.notes[-1] if len(plan.notes) > 2 else ""
+
+
+def layers_of(note: str) -> int:
+    found = re.match(r"the feed-forwards of (\d+) of 64 layers", note)
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.parametrize("options", [{}, {"max_context": 1 << 16}, {"max_context": 1 << 16, "kv_dtype": "fp8"},
+                                     {"prefix_cache": False}, {"max_context": 4096, "max_batch": 3}], ids=str)
+def test_smaller_cards_move_more_layers_and_keep_the_promise(options: dict[str, Any]) -> None:
+    counts = list[int]()
+    for size in ("24GiB", "20GiB", "16GiB"):
+        plan, note = note_of(size, **options)
+        counts.append(layers_of(note))
+        assert plan.max_context >= min(options.get("max_context", 14000), 1 << 16)
+        assert plan.max_batch >= options.get("max_batch", 1)
+    assert counts[0] == 0 < counts[2] < 64 and counts[1] < counts[2]
+
+
+def test_the_note_names_the_trade() -> None:
+    _, note = note_of("16GiB", max_context=1 << 16)
+    count = layers_of(note)
+    assert re.search(rf"feed-forwards of {count} of 64 layers lie in host memory, 8\.\d\d GiB \(layers 1-5, 7-", note)
+    assert "contexts of up to 65,536 tokens" in note and "to read 158 MiB of host memory" in note
+    shorter, fp8 = (re.search(rf"(\d+) layers with `{name}` for {tokens} tokens", note) for name, tokens in (
+        ("max_context=32768", "32,768"), ("kv_dtype='fp8'", "65,536")))
+    assert shorter and fp8 and 0 < int(shorter[1]) < count and int(fp8[1]) < count
+    for name, found in (("max_context", shorter), ("kv_dtype", fp8)):  # the others are what they are said to be
+        changed = {"max_context": 1 << 16, name: 32768 if name == "max_context" else "fp8"}
+        assert layers_of(note_of("16GiB", **changed)[1]) == int(found[1])
+
+
+def test_the_longest_context_where_none_is_long_enough() -> None:
+    plan, note = note_of("12GiB", max_context=1 << 16)
+    assert layers_of(note) == 64 and 32768 < plan.max_context < 1 << 16 and plan.max_batch == 1
+    assert f"contexts of up to {plan.max_context:,} tokens" in note
+    assert any("max_context is" in warning for warning in plan.warnings)
+    plan, note = note_of("12GiB")
+    assert plan.max_context == 16384 and 0 < layers_of(note) < 64
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without a size in the options."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (15 * GIB, 16 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+def planned(config: ModelConfig, options: EngineConfig) -> LayerPlan:
+    def plan(given: EngineConfig, memory: CardMemory) -> Any:
+        return plan_memory(config, given, torch.bfloat16, False, False, card=memory)[0]
+
+    sizes = weight_sizes(config, "bfloat16", options.quant)
+    return plan_layers(config, options, "bfloat16", sizes, 0, plan)
+
+
+def test_a_card_of_its_own_size(card: None) -> None:
+    """And a cache of a given size, which must fit beside the weights."""
+    config = ModelConfig.preset("qwen3.5-9b")
+    free = planned(config, EngineConfig(device="cuda", max_context=4096))
+    small = planned(config, EngineConfig(device="cuda", memory="1GiB", max_context=4096))
+    large = planned(config, EngineConfig(device="cuda", memory="3GiB", max_context=4096))
+    assert 0 < len(small.layers) < len(large.layers) < 32 and free.layers
+    with pytest.raises(ConfigError, match="memory=9GiB does not fit the GPU beside the weights"):
+        planned(config, EngineConfig(device="cuda", memory="9GiB", max_context=4096))
+    assert large.nbytes == len(large.layers) * 3 * 4096 * 12288 * 2
+    assert large.buffers == 2 * 3 * 4096 * 12288 * 2 and large.context == 4096
+    assert not planned(ModelConfig.preset("qwen3.5-4b"), EngineConfig(device="cuda", max_context=4096)).layers
+
+
+def test_layers_are_spread_evenly() -> None:
+    for count in range(33):
+        found = layer_offload._spread(count, 32)
+        assert len(found) == len(set(found)) == count and all(0 <= index < 32 for index in found)
+        gaps = {second - first for first, second in pairwise(found)}
+        assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_models_that_stay_on_the_gpu(card: None) -> None:
+    dense, mixture = (ModelConfig.preset(name) for name in ("qwen3.5-9b", "qwen3.5-35b-a3b"))
+    gpu = EngineConfig(device="cuda")
+    assert "expert_memory" in str(why_not_beside(mixture, gpu, "bfloat16"))
+    assert "dtype bfloat16" in str(why_not_beside(dense, gpu, "float32"))
+    assert "dtype bfloat16" in str(why_not_beside(dense, replace(gpu, ops=("reference",)), "bfloat16"))
+    assert why_not_beside(dense, replace(gpu, quant="q4_k"), "bfloat16") is None
+    assert planned(dense, replace(gpu, debug_layers=True)) == LayerPlan()
+    assert planned(mixture, gpu) == planned(dense, EngineConfig(device="cpu")) == LayerPlan()
+
+
+def test_sizes_are_those_of_the_tiles() -> None:
+    for type, rows, columns in (("Q4_K", 24, 512), ("Q5_K", 9, 256), ("Q4_0", 16, 256), ("Q6_K", 8, 1024)):
+        form, block = tiles_form("cpu"), {"Q4_K": 144, "Q5_K": 176, "Q4_0": 144, "Q6_K": 210}[type]
+        raw = torch.zeros(rows * columns // 256 * block, dtype=torch.uint8)
+        matrix = form.pack(type, 0, rows, columns, columns // 256 * block,
+                           lambda start, count, raw=raw: raw[start:start + count])  # type: ignore[misc]
+        assert matrix.nbytes == packed_bytes(type, rows, columns)
+    assert packed_bytes("Q4_K", 8, 128) is packed_bytes("IQ4_XS", 8, 256) is None
+    sizes, plain = (weight_sizes(TINY, "bfloat16", scheme) for scheme in ("q4_k", "none"))
+    assert sizes.keys() == plain.keys() and sum(sizes.values()) < 0.45 * sum(plain.values())
+
+
+# Where they lie
+
+
+SCHEMES = ["none", "q4_k", "q8_0", "fp8"]
+
+
+def weights_of(scheme: str, offloaded: tuple[int, ...] = ()) -> dict[str, Weight]:
+    """The layers of TINY as a GPU has them; those offloaded as `WeightReader` leaves them."""
+    tensors = random_tensors(TINY, "bfloat16", 3)
+    if scheme == "none":
+        return {**dict(tensors)}
+    host = host_layer_form(CPU, computes=True)
+    placed = {name: host for index in offloaded for name in matrices_of(index)}
+    return quantize_tensors(tensors, scheme, TINY, replace(tiles_form("cpu"), placed=placed))
+
+
+def plain(weight: Weight) -> Tensor:
+    blocks = weight if isinstance(weight, tuple) else (weight,)
+    return torch.cat([block if isinstance(block, Tensor) else block.dequantize() for block in blocks]).float()
+
+
+def offloaded(scheme: str, layers: tuple[int, ...] = (1, 2, 4), compute: str = "card") -> tuple[Any, Decoder, Decoder]:
+    """The offload, the model that has it, and the same model without."""
+    options = EngineConfig(device="cpu", threads=2)
+    object.__setattr__(options, "expert_compute", compute)
+    weights = weights_of(scheme, layers)
+    found = place_layers(weights, LayerPlan(layers, 1 << 20), options, TINY.num_hidden_layers)
+    ops = select((), "cpu") if scheme == "none" else select(("torch",), "cpu")
+    models = [build(TINY, own, replace(ops, pack=lambda matrix, table: matrix), torch.bfloat16, scheme != "none", pools)
+              for own, pools in ((weights, found.pools), (weights_of(scheme), ()))]
+    return found, models[0], models[1]
+
+
+@needs_library
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_step_copies_each_layer_to_its_place(scheme: str) -> None:
+    """To the bit: the kernels then multiply with the same weights."""
+    offload, model, whole = offloaded(scheme)
+    stream = offload.store.stream(few=False)
+    for index, (own, other) in enumerate(zip(model.weights.layers, whole.weights.layers, strict=True)):
+        assert (own.dense.pool is not None) == (index in (1, 2, 4))
+        with used(stream, own.dense):
+            assert own.dense.pool is None or own.dense.pool.nbytes == offload.store.layers[index].memory.nbytes
+            for mine, right in ((own.dense.gate_up, other.dense.gate_up), (own.dense.down, other.dense.down)):
+                assert type(mine) is type(right) and torch.equal(plain(mine), plain(right))
+                if isinstance(mine, Tiles):
+                    assert isinstance(right, Tiles) and mine.type == right.type and mine.shape == right.shape
+    assert model.weight_bytes() == whole.weight_bytes()
+    offload.close()
+
+
+@needs_library
+def test_gate_and_up_of_different_types() -> None:
+    """As in files that were made by others: both become tiles, and the host has all three matrices."""
+    weights = weights_of("q4_k", (0,))
+    gate, up, down = (weights[name] for name in matrices_of(0))
+    rough = weights_of("none")[matrices_of(0)[1]]
+    assert isinstance(rough, Tensor) and isinstance(gate, Tiles) and isinstance(up, Tiles) and isinstance(down, Tiles)
+    store = LayerStore({0: host_layer([gate, rough, down], CPU)}, CPU)
+    store.settle()
+    store.copy(0)
+    both = store.weights(0).gate_up
+    assert isinstance(both, tuple) and [block.type for block in both if isinstance(block, Tiles)] == [gate.type, "BF16"]
+    assert torch.equal(plain(both[0]), plain(gate)) and torch.equal(plain(both[1]), rough.float())
+    assert store.computable == [0]
+
+
+def noted(copy: Callable[[int], None], events: list[str], number: int) -> None:
+    events.append(f"copy {number}")
+    copy(number)
+
+
+def test_the_order_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each as early as its buffer is free, and never while its buffer is in use."""
+    layers = {number: host_layer([torch.full((8, 64), float(number)).bfloat16()] * 2
+                                 + [torch.full((64, 8), float(number)).bfloat16()], CPU, computes=False)
+              for number in (0, 1, 3, 4, 5, 9)}
+    for hosted in ((), (1,), (0, 3, 4), (5, 9)):
+        store, events = LayerStore(layers, CPU), list[str]()
+        store.settle()
+        store.hosted = dict.fromkeys(hosted, 0)  # as if the host computed them
+        monkeypatch.setattr(store, "copy", partial(noted, store.copy, events))
+        for few in (True, False):
+            events.clear()
+            stream = LayerStream(store, [number for number in layers if not (few and number in hosted)])
+            wanted = [number for number in layers if not (few and number in hosted)]
+            for number in wanted:
+                with stream.use(number):
+                    events.append(f"use {number}")
+                    assert plain(store.weights(number).down).unique().tolist() == [number]
+            assert [event for event in events if "use" in event] == [f"use {number}" for number in wanted]
+            assert len(events) == 2 * len(wanted)
+        assert events[:2] == ["copy 0", "copy 1"] or hosted, "both buffers are filled at once"
+
+
+@needs_library
+def test_torch_refuses_such_layers() -> None:
+    offload, model, _ = offloaded("none")
+    with pytest.raises(AssertionError, match="own kernels copy these weights"):
+        feed_forward(model.ops, torch.zeros(1, 512), model.weights.layers[1])
+    offload.close()
+
+
+# What the host computes
+
+
+@needs_library
+@pytest.mark.parametrize(("scheme", "rate"), [("none", 4e-3), ("q4_k", 4e-3), ("q8_0", 4e-3)])
+def test_the_host_computes_the_layer(scheme: str, rate: float) -> None:
+    """As the reference op with the weights of the card, up to rounding."""
+    offload, _, whole = offloaded(scheme, compute="host")
+    store = offload.store
+    assert store.host and store.hosted == {1: 0, 2: 1, 4: 2}
+    threads, rng = store.host.cpu_experts, torch.Generator().manual_seed(1)
+    x = torch.randn(3, 512, generator=rng).bfloat16()
+    store.begin_step()
+    for number, place in store.hosted.items():
+        threads.counts[:3], threads.experts[:3], threads.shares[:3] = 1, 0, 1.0
+        threads.input[:3], threads.factors[:3] = x, 0.5
+        threads.ask(place, 3)
+        dense = whole.weights.layers[number].dense
+        right = reference.mlp(x.float() * 0.5, MlpWeights(plain(dense.gate_up), plain(dense.down)))
+        assert (threads.sums[:3] - right).norm() < rate * right.norm(), number
+    assert store.host.computed() == 3
+    offload.close()
+
+
+@needs_library
+def test_float8_is_left_to_the_card() -> None:
+    offload, _, _ = offloaded("fp8", compute="host")
+    assert offload.store.computable == [] and offload.store.host is None and not offload.store.hosted
+    offload.close()
+
+
+@needs_library
+def test_the_share_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rates, count in (((9e9, 1e9), 3), ((1e9, 99e9), 0)):
+        monkeypatch.setattr(layer_offload, "host_share", lambda host, card, rates=rates: 1.0 if rates[0] > 5e9 else 0.0)
+        offload, _, _ = offloaded("none", compute="auto")
+        assert len(offload.store.hosted) == count and (offload.store.host is not None) == bool(count)
+        offload.close()
+    monkeypatch.setattr(layer_offload, "available_memory", lambda: 1 << 20)
+    offload, _, _ = offloaded("none", compute="host")
+    assert not offload.store.hosted, "the host has no memory for a second form"
+    offload.close()
+
+
+def test_hosted_layers_do_not_depend_on_chance() -> None:
+    from deltic.ops.cuda.expert_offload import hosted_experts
+
+    assert np.array_equal(hosted_experts(1, 54, 0.6), hosted_experts(1, 54, 0.6))
+    assert hosted_experts(1, 54, 1.0).all() and 25 < hosted_experts(1, 54, 0.6).sum() < 40
+
+
+def test_experts_have_an_option_of_their_own() -> None:
+    with pytest.raises(ConfigError, match="expert_compute=card needs weights offloaded"):
+        EngineConfig(device="cpu", expert_compute="card")
+    assert EngineConfig(device="cuda", expert_compute="card").expert_compute == "card"
