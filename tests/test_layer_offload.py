@@ -289,10 +289,14 @@ def test_the_share_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         offload, _, _ = offloaded("none", compute="auto")
         assert len(offload.store.hosted) == count and (offload.store.host is not None) == bool(count)
         offload.close()
-    monkeypatch.setattr(layer_offload, "available_memory", lambda: 1 << 20)
-    offload, _, _ = offloaded("none", compute="host")
-    assert not offload.store.hosted, "the host has no memory for a second form"
-    offload.close()
+    gpu, plan = EngineConfig(device="cuda"), LayerPlan((1,), GIB, GIB)
+    assert layer_offload.has_second_form(gpu, plan) == (layer_offload.available_memory() > 2 * GIB)
+    monkeypatch.setattr(layer_offload, "available_memory", lambda: GIB)
+    assert not layer_offload.has_second_form(gpu, plan), "the host has no memory for a second form"
+    monkeypatch.setattr(layer_offload, "available_memory", lambda: 3 * GIB)
+    assert layer_offload.has_second_form(gpu, plan)
+    for change in ({"expert_compute": "card"}, {"batch_invariant": True}):
+        assert not layer_offload.has_second_form(replace(gpu, token_budget=None, **change), plan)
 
 
 def test_hosted_layers_do_not_depend_on_chance() -> None:

@@ -196,9 +196,14 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def host_computes(options: EngineConfig, plan: LayerPlan) -> bool:
-    """True if the host may compute feed-forwards. It then holds them in a second form."""
-    if not plan.layers or options.expert_compute == "card" or options.batch_invariant or missing():
+def host_computes(options: EngineConfig) -> bool:
+    """True if the host may compute feed-forwards."""
+    return options.expert_compute != "card" and not options.batch_invariant and not missing()
+
+
+def has_second_form(options: EngineConfig, plan: LayerPlan) -> bool:
+    """True if the host holds quantized feed-forwards in a second form, with which it computes."""
+    if not host_computes(options):
         return False
     if available_memory() > 2 * plan.nbytes:
         return True
@@ -224,7 +229,7 @@ class LayerOffload:
 def place_layers(weights: dict[str, Weight], plan: LayerPlan, options: EngineConfig, count: int) -> LayerOffload:
     """Moves feed-forwards to pinned host memory, and removes them from the weights. The host computes the share of the
     options, or the one with which both end at the same time. count: layers of the model."""
-    device, computes = torch.device(options.device), host_computes(options, plan)
+    device, computes = torch.device(options.device), host_computes(options)
     layers = dict[int, HostLayer]()
     for index in plan.layers:
         layers[index] = host_layer([_block(weights.pop(name)) for name in matrices_of(index)], device, computes)

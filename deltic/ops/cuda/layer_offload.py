@@ -141,6 +141,7 @@ class LayerStore:
         self._buffers = torch.empty(BUFFERS, most, dtype=torch.uint8, device=device)
         self._buffer_of: dict[int, int] = {}
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._fence = torch.zeros(1, device=device)
 
     @property
     def computable(self) -> list[int]:
@@ -177,6 +178,11 @@ class LayerStore:
         """Copies a layer to its buffer, in the current stream."""
         memory = self.layers[number].memory
         self._buffers[self._buffer_of[number], :memory.nbytes].copy_(memory, non_blocking=True)
+
+    def fence(self) -> None:
+        """Launches a kernel of torch, in the current stream: ours may start before those ahead of them have ended, but
+        not before this one, which waits for everything."""
+        self._fence.zero_()
 
     def copy_rate(self) -> float:
         """Measures bytes a second of copies of a layer to the card."""
@@ -240,6 +246,7 @@ class LayerStream:
         """Marks the kernels that read a layer."""
         if self._main:
             self._main.wait_event(self._copied.pop(number))
+            self._store.fence()
         yield
         self._taken.remove(self._store.buffer_of(number))
         self._copy_ahead()
