@@ -133,7 +133,7 @@ def _fewest(options: EngineConfig, context: int, layers: Sequence[int], card: Ca
     for count in range(len(layers) + 1):
         found = _placed(_spread(count, len(layers)), layers)
         try:
-            memory = plan(options, found.of(_with_margin(card) if count else card))
+            memory = plan(options, found.of(_with_margin(card) if 0 < count < len(layers) else card))
         except ConfigError:
             continue
         kept = memory.slots - memory.max_batch - extra_slots(memory.max_batch)
