@@ -67,16 +67,15 @@ def matrices_of(layer: int) -> tuple[str, ...]:
     return tuple(f"model.layers.{layer}.mlp.{part}_proj.weight" for part in MATRICES)
 
 
-def why_not_beside(config: ModelConfig, options: EngineConfig, dtype: str) -> str | None:
-    """Returns why feed-forwards cannot leave the GPU; None if they can."""
+def why_not_beside(config: ModelConfig, options: EngineConfig, dtype: str, packs: bool) -> str | None:
+    """Returns why feed-forwards cannot leave the GPU; None if they can. packs: weights stay quantized."""
     if config.experts:
         return "its experts can: give `expert_memory`"
     if options.kv_dtype == "int4" and "Int4" in UNTRIED_KV:
         return "torch serves `kv_dtype='int4'`"
     if dtype != "bfloat16" or options.ops or options.debug_layers:
         return "only deltic's own kernels copy them: use dtype bfloat16, without `ops` and `debug_layers`"
-    packs = torch.cuda.is_available() and options.quant != "none"
-    if packs and not card_of(torch.device(options.device)).serves_packed:
+    if packs and torch.cuda.is_available() and not card_of(torch.device(options.device)).serves_packed:
         return "the GPU kernels for quantized weights need compute capability 9.0 or later"
     return None
 
@@ -91,7 +90,8 @@ def plan_layers(config: ModelConfig, options: EngineConfig, dtype: str, sizes: M
     """
     whole = sum(sizes.values()) + others
     card = expected_card(config, options, whole) if options.on_gpu else None
-    if card is None or why_not_beside(config, options, dtype):
+    packs = sum(sizes.values()) < 2 * config.parameter_count
+    if card is None or why_not_beside(config, options, dtype, packs):
         return LayerPlan()
     if options.memory_bytes is not None and options.memory_bytes + whole <= free_on_card(options):
         return LayerPlan()  # as the user wants it
