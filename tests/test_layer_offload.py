@@ -8,23 +8,30 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
+from support import tiny_texts
 from torch import Tensor
 
 from deltic.cli.inspect import plan_cache
-from deltic.config import EngineConfig, ModelConfig
+from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.errors import ConfigError
-from deltic.loader.dummy import random_tensors
+from deltic.loader.dummy import random_tensors, random_weights
+from deltic.loader.gguf.convert import convert
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.load import load_packed, packed_sizes
+from deltic.loader.model_files import ModelFiles
 from deltic.loader.quantize import quantize_tensors
 from deltic.model.decoder import Decoder, build, feed_forward
 from deltic.ops import reference, select
 from deltic.ops.cpu import missing
 from deltic.ops.cuda.card import CARDS
-from deltic.ops.cuda.layer_offload import LayerStore, LayerStream, host_layer, host_layer_form, used
+from deltic.ops.cuda.layer_offload import HostTiles, LayerStore, LayerStream, host_layer, host_layer_form, used
 from deltic.ops.cuda.quantized import Tiles, packed_bytes, tiles_form
 from deltic.ops.types import MlpWeights, Weight
 from deltic.runner import layer_offload
@@ -33,7 +40,7 @@ from deltic.runner.memory import CardMemory, plan_memory
 from deltic.runner.weights import weight_sizes
 
 GIB, CPU = 1 << 30, torch.device("cpu")
-TINY = replace(ModelConfig.preset("qwen3.5-0.8b", 6), hidden_size=512, intermediate_size=768, vocab_size=512,
+TINY = replace(ModelConfig.preset("qwen3.5-0.8b", 6), hidden_size=512, intermediate_size=768, vocab_size=3072,
                tie_word_embeddings=True)
 needs_library = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -201,6 +208,31 @@ def test_a_step_copies_each_layer_to_its_place(scheme: str) -> None:
                     assert isinstance(right, Tiles) and mine.type == right.type and mine.shape == right.shape
     assert model.weight_bytes() == whole.weight_bytes()
     offload.close()
+
+
+@needs_library
+@pytest.mark.parametrize("type", ["Q4_K_M", "BF16"])
+def test_layers_of_a_file(type: str, tmp_path: Path) -> None:
+    """Only those that the plan moves have another form, and the plan knows the bytes of all."""
+    save_file(random_weights(TINY, "bfloat16"), tmp_path / "model.safetensors")
+    files = ModelFiles(tmp_path, TINY, GenerationDefaults(eos_token_ids=(3065,)))
+    convert(files, tiny_texts(), "a model", tmp_path / "m.gguf", type)
+    file = GgufFile.open(tmp_path / "m.gguf")
+    sizes, whole = packed_sizes(file, TINY, packed_bytes), load_packed(file, TINY, form=tiles_form("cpu"))
+    assert sizes == {name: nbytes(weight) for name, weight in whole.items()}
+    host, names = host_layer_form(CPU, computes=True), matrices_of(1)
+    found = load_packed(file, TINY, form=replace(tiles_form("cpu"), placed=dict.fromkeys(names, host)))
+    assert [name for name, weight in found.items() if isinstance(weight, HostTiles)] == (
+        [*names] if type == "Q4_K_M" else [])
+    for name, weight in found.items():
+        assert torch.equal(plain(weight), plain(whole[name])), name
+        if isinstance(weight, HostTiles):
+            assert weight.panels and torch.equal(weight.panels.dequantize(), plain(weight))
+
+
+def nbytes(weight: Weight) -> int:
+    assert not isinstance(weight, tuple)
+    return weight.nbytes
 
 
 @needs_library

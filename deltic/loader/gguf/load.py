@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 import torch
 
-from deltic.config import DType, ModelConfig, available_cores
+from deltic.config import DTYPE_BYTES, DType, ModelConfig, available_cores
 from deltic.errors import ModelError
 from deltic.loader.gguf.blocks import Bytes, fill
 from deltic.loader.gguf.file import GgufFile, GgufTensor
@@ -113,9 +113,9 @@ def packed_sizes(file: GgufFile, config: ModelConfig, packed: Callable[[str, int
     sizes = dict[str, int]()
     for part in plan_gguf(file, config):
         for name, shape in zip(part.target.names, part.shapes, strict=True):
-            count, matrix = math.prod(shape), _is_matrix(part)
-            size = packed(part.stored.type.name, count // shape[-1], shape[-1]) if matrix else 4 * count
-            sizes[name] = 2 * count if size is None else size
+            count, plain = math.prod(shape), DTYPE_BYTES[tensor_dtype(name, "bfloat16")]
+            size = packed(part.stored.type.name, count // shape[-1], shape[-1]) if _is_matrix(part) else None
+            sizes[name] = count * plain if size is None else size
     return sizes
 
 

@@ -93,6 +93,7 @@ def host_layer(blocks: Sequence[Block], device: torch.device, computes: bool = T
         parts.append(_view(block, memory, start))
     expert: Tensor | PackedExpert | None = None
     if computes and not any(isinstance(block, Tiles) for block in own):
+        assert size == sum(sizes), "the host has the matrices side by side"
         expert = memory.view(torch.bfloat16)[None]
     elif computes:
         panels = [_panels(block) for block in own]
