@@ -20,6 +20,7 @@ from torch import Tensor
 
 from deltic.cli.inspect import plan_cache
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
+from deltic.engine.loading import RandomModel
 from deltic.errors import ConfigError
 from deltic.loader.dummy import random_tensors, random_weights
 from deltic.loader.gguf.convert import convert
@@ -35,9 +36,10 @@ from deltic.ops.cuda.layer_offload import HostTiles, LayerStore, LayerStream, ho
 from deltic.ops.cuda.quantized import Tiles, packed_bytes, tiles_form
 from deltic.ops.types import MlpWeights, Weight
 from deltic.runner import layer_offload
+from deltic.runner import weights as reader
 from deltic.runner.layer_offload import LayerPlan, matrices_of, place_layers, plan_layers, why_not_beside
 from deltic.runner.memory import CardMemory, plan_memory
-from deltic.runner.weights import weight_sizes
+from deltic.runner.weights import OpenedModel, weight_sizes
 
 GIB, CPU = 1 << 30, torch.device("cpu")
 TINY = replace(ModelConfig.preset("qwen3.5-0.8b", 6), hidden_size=512, intermediate_size=768, vocab_size=3072,
@@ -192,6 +194,12 @@ def offloaded(scheme: str, layers: tuple[int, ...] = (1, 2, 4), compute: str = "
     return found, models[0], models[1]
 
 
+def blocks_of(weights: MlpWeights) -> list[Tensor]:
+    parts = [part for weight in (weights.gate_up, weights.down)
+             for part in (weight if isinstance(weight, tuple) else (weight,))]
+    return [part if isinstance(part, Tensor) else part.data for part in parts]
+
+
 @needs_library
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_step_copies_each_layer_to_its_place(scheme: str) -> None:
@@ -202,6 +210,7 @@ def test_a_step_copies_each_layer_to_its_place(scheme: str) -> None:
         assert (own.dense.pool is not None) == (index in (1, 2, 4))
         with used(stream, own.dense):
             assert own.dense.pool is None or own.dense.pool.nbytes == offload.store.layers[index].memory.nbytes
+            assert all(block.data_ptr() % 16 == 0 for block in blocks_of(own.dense))
             for mine, right in ((own.dense.gate_up, other.dense.gate_up), (own.dense.down, other.dense.down)):
                 assert type(mine) is type(right) and torch.equal(plain(mine), plain(right))
                 if isinstance(mine, Tiles):
@@ -228,6 +237,24 @@ def test_layers_of_a_file(type: str, tmp_path: Path) -> None:
         assert torch.equal(plain(weight), plain(whole[name])), name
         if isinstance(weight, HostTiles):
             assert weight.panels and torch.equal(weight.panels.dequantize(), plain(weight))
+
+
+@needs_library
+@pytest.mark.parametrize("scheme", ["none", "q4_k"])
+def test_the_reader_keeps_layers_of_the_plan_in_host_memory(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights, as for a GPU whose place the CPU takes; the plan knows the bytes of all."""
+    monkeypatch.setattr(reader, "packed_form", lambda options: tiles_form("cpu"))
+    options = EngineConfig(device="cpu", quant=scheme, dtype="bfloat16", speculate="off")
+    source = OpenedModel("random", TINY, GenerationDefaults(), random=RandomModel(shape=TINY))
+    made = reader.WeightReader(source, options, select((), "cpu"), "bfloat16")
+    weights, store = made.read(LayerPlan((1, 4), 1))
+    assert store is None and made.tower_bytes() == 0
+    assert made.sizes() == {name: nbytes(weight) for name, weight in weights.items()}
+    own = [name for name, weight in weights.items() if isinstance(weight, HostTiles)]
+    assert own == ([*matrices_of(1), *matrices_of(4)] if scheme == "q4_k" else [])
+    whole, _ = reader.WeightReader(source, options, select((), "cpu"), "bfloat16").read(LayerPlan())
+    assert weights.keys() == whole.keys()
+    assert all(torch.equal(plain(weight), plain(whole[name])) for name, weight in weights.items())
 
 
 def nbytes(weight: Weight) -> int:

@@ -184,7 +184,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         reader = WeightReader(source, options, ops, dtype, use.drafts, progress)
         head_weights = reader.read_head()
         plan = _cache_planner(config, options, dtype, bool(head_weights), use)
-        beside = LayerPlan() if use.drafts or not options.on_gpu else plan_layers(
+        beside = LayerPlan() if use.drafts or use.vectors or not options.on_gpu else plan_layers(
             config, options, dtype, reader.sizes(), reader.tower_bytes(), lambda given, card: plan(given, card)[0])
         weights, store = reader.read(beside)
         times.done("weights")
