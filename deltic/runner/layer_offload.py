@@ -170,15 +170,17 @@ def _note(config: ModelConfig, plan: LayerPlan, memory: MemoryPlan, instead: Seq
 
 def _alternatives(config: ModelConfig, options: EngineConfig, choose: Callable[[EngineConfig, int], LayerPlan | None],
                   reached: int) -> Iterator[str]:
-    """Describes plans of shorter contexts or smaller K/V. reached: tokens of context that this plan promises."""
+    """Describes plans of other contexts or smaller K/V. reached: tokens of context that this plan promises."""
     context = wanted_context(config, options)
-    others = [(f"max_context={reached // 2}", replace(options, max_context=reached // 2))]
+    lengths = [reached // 2, *[2 * reached] * (options.max_context is None)]
+    others = [(f"max_context={length}", replace(options, max_context=length)) for length in lengths]
     if options.kv_dtype == "auto":
         others += [(f"kv_dtype='{kind}'", replace(options, kv_dtype=kind, max_context=context)) for kind in _kv_types()]
     for name, other in others:
         found = choose(other, wanted_context(config, other))
         if found:
-            yield f"{len(found.layers)} layers with `{name}` for {other.max_context:,} tokens"
+            tokens = "" if name.startswith("max_context") else f" for {other.max_context:,} tokens"
+            yield f"{len(found.layers)} layers with `{name}`{tokens}"
 
 
 def _kv_types() -> list[str]:
