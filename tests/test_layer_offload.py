@@ -363,6 +363,13 @@ def test_the_share_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not layer_offload.has_second_form(replace(gpu, token_budget=None, **change), plan)
 
 
+def test_a_host_without_room_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_offload, "available_memory", lambda: 3 * GIB)
+    layer_offload.check_host_memory(LayerPlan((1,), 3 * GIB))
+    with pytest.raises(ConfigError, match=r"a note, but the host has 3.00 GiB left: free some"):
+        layer_offload.check_host_memory(LayerPlan((1,), 3 * GIB + 1, note="a note"))
+
+
 def test_hosted_layers_do_not_depend_on_chance() -> None:
     from deltic.ops.cuda.expert_offload import hosted_experts
 

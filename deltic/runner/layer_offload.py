@@ -203,6 +203,13 @@ def host_computes(options: EngineConfig) -> bool:
     return options.expert_compute != "card" and not options.batch_invariant and not missing()
 
 
+def check_host_memory(plan: LayerPlan) -> None:
+    """Raises ConfigError if the host has no room for the feed-forwards. Call it before they are read."""
+    if plan.nbytes > (free := available_memory()):
+        raise ConfigError(f"{plan.note}, but the host has {free / (1 << 30):.2f} GiB left: free some, or take weights of "
+                          "fewer bits", "gpu_memory")
+
+
 def has_second_form(options: EngineConfig, plan: LayerPlan) -> bool:
     """True if the host holds quantized feed-forwards in a second form, with which it computes."""
     if not host_computes(options):

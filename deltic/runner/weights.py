@@ -38,7 +38,7 @@ from deltic.ops.types import Weight
 from deltic.params import Auto, Draft, Mtp
 from deltic.runner.expert_offload import beside_card, check_experts, plain_store
 from deltic.runner.image_embeds import Encode
-from deltic.runner.layer_offload import LayerPlan, has_second_form, matrices_of
+from deltic.runner.layer_offload import LayerPlan, check_host_memory, has_second_form, matrices_of
 from deltic.runner.memory import free_on_card
 from deltic.runner.packed_file import PackedFile
 from deltic.vision.images import Pixels, patches_of
@@ -132,6 +132,7 @@ class WeightReader:
         form = packed_form(self.options)
         if not layers.layers:
             return form
+        check_host_memory(layers)
         packs = self._quantizes or self.tiled
         host = host_layer_form(form.device, packs and has_second_form(self.options, layers))
         return replace(form, placed={name: host for index in layers.layers for name in matrices_of(index)})
