@@ -206,8 +206,8 @@ def host_computes(options: EngineConfig) -> bool:
 def check_host_memory(plan: LayerPlan) -> None:
     """Raises ConfigError if the host has no room for the feed-forwards. Call it before they are read."""
     if plan.nbytes > (free := available_memory()):
-        raise ConfigError(f"{plan.note}, but the host has {free / (1 << 30):.2f} GiB left: free some, or take weights of "
-                          "fewer bits", "gpu_memory")
+        raise ConfigError(f"the host has {free / (1 << 30):.2f} GiB left, which is too little: free some, or take "
+                          f"weights of fewer bits. It is needed because {plan.note}", "gpu_memory")
 
 
 def has_second_form(options: EngineConfig, plan: LayerPlan) -> bool:
