@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -31,10 +32,14 @@ from deltic.loader.quantize import quantize_tensors
 from deltic.model.decoder import Decoder, build, feed_forward
 from deltic.ops import reference, select
 from deltic.ops.cpu import missing
-from deltic.ops.cuda.card import CARDS
+from deltic.ops.cuda import kernel_config
+from deltic.ops.cuda.card import CARDS, default_card
+from deltic.ops.cuda.decode import DecodeStep, _offloaded_layers
+from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.kernel_config import STORE, Shapes, _Found
 from deltic.ops.cuda.layer_offload import HostTiles, LayerStore, LayerStream, host_layer, host_layer_form, used
 from deltic.ops.cuda.quantized import Tiles, packed_bytes, tiles_form
-from deltic.ops.types import MlpWeights, Weight
+from deltic.ops.types import DecoderWeights, MlpWeights, Weight
 from deltic.runner import layer_offload
 from deltic.runner import weights as reader
 from deltic.runner.layer_offload import LayerPlan, matrices_of, place_layers, plan_layers, why_not_beside
@@ -381,3 +386,59 @@ def test_experts_have_an_option_of_their_own() -> None:
     with pytest.raises(ConfigError, match="expert_compute=card needs weights offloaded"):
         EngineConfig(device="cpu", expert_compute="card")
     assert EngineConfig(device="cuda", expert_compute="card").expert_compute == "card"
+
+
+# What a step launches
+
+
+class Launches:
+    """In place of compiled kernels: what was launched, and the layer of each request to the host."""
+
+    def __init__(self) -> None:
+        self.names, self.asked = list[str](), list[int]()
+
+    def launch(self, name: str, grid: tuple[int, ...], block: int, arguments: Any, *others: Any, **more: Any) -> None:
+        self.names.append(name.split("_8")[0])
+        if name == "k_ask_host":
+            self.asked.append(arguments.layer)
+
+
+class FeedForwards(DecodeStep):
+    """A step of which only feed-forwards are computed."""
+
+    def __init__(self, decoder: DecoderWeights) -> None:
+        found = _Found(4, default_card())
+        for layer in decoder.layers:
+            found.add_dense(layer.dense)
+        self.decoder, self._module, self.blocks, self.hidden = decoder, cast(Module, Launches()), 4, 512
+        self.host, self._offloaded, self._experts = found.asks_host, _offloaded_layers(decoder), None
+        self._shapes = Shapes(tuple(found.products), None, None, frozenset(found.kinds), found.parts)
+
+    def mix(self, *others: Any) -> None: ...
+
+    def _project_out(self, *others: Any) -> None: ...
+
+    def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int) -> None:
+        if out != STORE:
+            super().multiply(weight, x, scale, y, out)
+
+
+@needs_library
+@pytest.mark.parametrize(("scheme", "product"), [("none", "product"), ("q4_k", "packed")])
+@pytest.mark.parametrize("compute", ["card", "host"])
+def test_kernels_of_a_step(scheme: str, product: str, compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is asked for its layers, by their place in its list; all others are multiplied, copied before or not."""
+    offload, model, _ = offloaded(scheme, compute=compute)
+    monkeypatch.setattr(kernel_config, "_plain", lambda weight: isinstance(weight, Tensor))
+    step, launches = FeedForwards(model.weights), Launches()
+    monkeypatch.setattr(step, "_module", launches)
+    layout = SimpleNamespace(tokens=3)
+    batch = SimpleNamespace(layout=layout, count=torch.tensor([3]), starts=torch.arange(4))
+    step.layers(cast(Any, SimpleNamespace(batch=batch, residual=torch.zeros(3, 512), over_log=False, kind="few",
+                                          y=torch.zeros(3, 8, dtype=torch.bfloat16))))
+    hosted = (1, 2, 4) if compute == "host" else ()
+    assert step.host == bool(hosted) and launches.asked == [0, 1, 2][:len(hosted)]
+    wanted = [name for index in range(6) for name in (
+        ("k_ask_host", "k_add_host") if index in hosted else (f"{product}_512_norm_gate", f"{product}_768_plain_add"))]
+    assert [re.sub("_q._k$", "", name) for name in launches.names] == wanted
+    offload.close()
