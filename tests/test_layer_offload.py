@@ -126,6 +126,10 @@ def test_a_card_of_its_own_size(card: None) -> None:
     small = planned(config, EngineConfig(device="cuda", memory="1GiB", max_context=4096))
     large = planned(config, EngineConfig(device="cuda", memory="3GiB", max_context=4096))
     assert 0 < len(small.layers) < len(large.layers) < 32 and free.layers
+    assert not planned(config, EngineConfig(device="cuda", speculate="draft:tiny")).layers
+    huge = replace(config, vocab_size=1 << 20)
+    with pytest.raises(ConfigError, match=r"even with all .*, gpu_memory_utilization=0.9 leaves no memory"):
+        planned(huge, EngineConfig(device="cuda"))
     with pytest.raises(ConfigError, match="memory=9GiB does not fit the GPU beside the weights"):
         planned(config, EngineConfig(device="cuda", memory="9GiB", max_context=4096))
     assert large.nbytes == len(large.layers) * 3 * 4096 * 12288 * 2

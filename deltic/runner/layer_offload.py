@@ -19,8 +19,9 @@ from deltic.ops.cuda.expert_offload import HostExperts, hosted_experts
 from deltic.ops.cuda.kernel_config import UNTRIED_KV
 from deltic.ops.cuda.layer_offload import BUFFERS, MATRICES, HostLayer, LayerStore, host_layer
 from deltic.ops.types import Block, ExpertPool, Weight
+from deltic.params import Draft
 from deltic.runner.expert_offload import host_share, offload_threads
-from deltic.runner.memory import CardMemory, expected_card, free_on_card
+from deltic.runner.memory import SHARE, CardMemory, expected_card, free_on_card
 
 log = logging.getLogger("deltic")
 
@@ -91,7 +92,8 @@ def plan_layers(config: ModelConfig, options: EngineConfig, dtype: str, sizes: M
     whole = sum(sizes.values()) + others
     card = expected_card(config, options, whole) if options.on_gpu else None
     packs = sum(sizes.values()) < 2 * config.parameter_count
-    if card is None or why_not_beside(config, options, dtype, packs):
+    shares = options.memory is None and isinstance(options.speculation, Draft)  # the draft model's size is not known
+    if card is None or shares or why_not_beside(config, options, dtype, packs):
         return LayerPlan()
     if options.memory_bytes is not None and options.memory_bytes + whole <= free_on_card(options):
         return LayerPlan()  # as the user wants it
@@ -115,7 +117,7 @@ def _strictly(plan: PlanCache, options: EngineConfig, card: CardMemory) -> Memor
     if options.memory_bytes is not None and options.memory_bytes > card.left:
         raise ConfigError(f"memory={options.memory} does not fit the GPU beside the weights: give less", "memory")
     if options.memory is None and options.gpu_memory is None:
-        options = replace(options, gpu_memory=str(card.limit), gpu_memory_utilization=None)
+        options = replace(options, gpu_memory_utilization=options.gpu_memory_utilization or SHARE)
     return plan(options, card)
 
 

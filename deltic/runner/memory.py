@@ -16,7 +16,7 @@ from deltic.ops.cuda.quantized_moe import scratch_bytes
 from deltic.ops.kv import FP8, INT4
 from deltic.params import PAGE
 
-_SHARE = 0.9
+SHARE = 0.9
 """Default fraction of a GPU's memory for weights, cache and steps together."""
 _KEPT = 1 << 30
 """Bytes that products and recorded steps keep for themselves on a card."""
@@ -142,7 +142,7 @@ def card_memory(options: EngineConfig, steps: int = 0) -> CardMemory:
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(options.device)
-    limit = options.gpu_memory_bytes or int(total * (options.gpu_memory_utilization or _SHARE))
+    limit = options.gpu_memory_bytes or int(total * (options.gpu_memory_utilization or SHARE))
     option = "gpu_memory_utilization" if options.gpu_memory is None else "gpu_memory"
     return CardMemory(min(limit, total), total - free, steps, option)
 
