@@ -119,7 +119,7 @@ def planned(config: ModelConfig, options: EngineConfig) -> LayerPlan:
     return plan_layers(config, options, "bfloat16", sizes, 0, plan)
 
 
-def test_a_card_of_its_own_size(card: None) -> None:
+def test_a_card_of_its_own_size(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a cache of a given size, which must fit beside the weights."""
     config = ModelConfig.preset("qwen3.5-9b")
     free = planned(config, EngineConfig(device="cuda", max_context=4096))
@@ -134,7 +134,12 @@ def test_a_card_of_its_own_size(card: None) -> None:
         planned(config, EngineConfig(device="cuda", memory="9GiB", max_context=4096))
     assert large.nbytes == len(large.layers) * 3 * 4096 * 12288 * 2
     assert large.buffers == 2 * 3 * 4096 * 12288 * 2 and large.context == 4096
-    assert not planned(ModelConfig.preset("qwen3.5-4b"), EngineConfig(device="cuda", max_context=4096)).layers
+    little = ModelConfig.preset("qwen3.5-2b")
+    assert not planned(little, EngineConfig(device="cuda")).layers
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (GIB + 4 * little.parameter_count, 100 * GIB))
+    assert not planned(little, EngineConfig(device="cuda")).layers, "others have the rest, as they may without a limit"
+    with pytest.raises(ConfigError, match="gpu_memory=4GiB leaves no memory"):
+        planned(little, EngineConfig(device="cuda", gpu_memory="4GiB"))
 
 
 def test_layers_are_spread_evenly() -> None:

@@ -95,8 +95,8 @@ def plan_layers(config: ModelConfig, options: EngineConfig, dtype: str, sizes: M
     shares = options.memory is None and isinstance(options.speculation, Draft)  # the draft model's size is not known
     if card is None or shares or why_not_beside(config, options, dtype, packs):
         return LayerPlan()
-    if options.memory_bytes is not None and options.memory_bytes + whole <= free_on_card(options):
-        return LayerPlan()  # as the user wants it
+    if _certainly_fits(options, whole):
+        return LayerPlan()
     layers = [sum(sizes[name] for name in matrices_of(index)) for index in range(config.num_hidden_layers)]
     choose = partial(_fewest, layers=layers, card=card, plan=partial(_strictly, plan))
     context = wanted_context(config, options)
@@ -110,6 +110,14 @@ def plan_layers(config: ModelConfig, options: EngineConfig, dtype: str, sizes: M
         raise ConfigError(f"even with all feed-forwards in host memory, {error}", error.option) from None
     instead = [*_alternatives(config, options, choose, reached.max_context)]
     return replace(found, note=_note(config, found, reached, instead))
+
+
+def _certainly_fits(options: EngineConfig, weights: int) -> bool:
+    """True if weights and cache have room, or if no limit is given and the weights take less than half of the room."""
+    if options.memory_bytes is not None:
+        return options.memory_bytes + weights <= free_on_card(options)
+    unlimited = options.gpu_memory is None and options.gpu_memory_utilization is None
+    return unlimited and 2 * weights <= free_on_card(options)
 
 
 def _strictly(plan: PlanCache, options: EngineConfig, card: CardMemory) -> MemoryPlan:
@@ -174,7 +182,8 @@ def _alternatives(config: ModelConfig, options: EngineConfig, choose: Callable[[
                   reached: int) -> Iterator[str]:
     """Describes plans of other contexts or smaller K/V. reached: tokens of context that this plan promises."""
     context = wanted_context(config, options)
-    lengths = [reached // 2, *[2 * reached] * (options.max_context is None)]
+    longer = options.max_context is None and 2 * reached <= config.max_position_embeddings
+    lengths = [reached // 2, *[2 * reached] * longer]
     others = [(f"max_context={length}", replace(options, max_context=length)) for length in lengths]
     if options.kv_dtype == "auto":
         others += [(f"kv_dtype='{kind}'", replace(options, kv_dtype=kind, max_context=context)) for kind in _kv_types()]
