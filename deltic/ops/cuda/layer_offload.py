@@ -29,8 +29,9 @@ MATRICES = ("gate", "up", "down")
 """The matrices of a feed-forward, as in the names of its tensors."""
 BUFFERS = 2
 """Layers that are on the card or on their way there at the same time."""
-_ALIGNMENT, _PLACE = 128, 512
-"""Bytes: alignment of the down matrix in a layer's memory, and of a buffer."""
+_ALIGNMENT = 512
+"""Bytes, of matrices that are multiplied, as torch allocates them: products may choose another order of sums where they
+are less aligned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +139,7 @@ class LayerStore:
         self.nbytes = sum(layer.memory.nbytes for layer in layers.values())
         self.host: HostExperts | None = None
         self.hosted: dict[int, int] = {}
-        most = -(-max(layer.memory.nbytes for layer in layers.values()) // _PLACE) * _PLACE
+        most = -(-max(layer.memory.nbytes for layer in layers.values()) // _ALIGNMENT) * _ALIGNMENT
         self._buffers = torch.empty(BUFFERS, most, dtype=torch.uint8, device=device)
         self._buffer_of: dict[int, int] = {}
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
