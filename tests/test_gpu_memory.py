@@ -140,7 +140,7 @@ def test_9b_fits_smaller_cards(size: str) -> None:
     limits: dict[str, Any] = {"device": "cuda", "gpu_memory": size, "quant": "q4_k"}
     plan, _ = preset_plan("qwen3.5-9b", EngineConfig(**limits))
     wide, _ = preset_plan("qwen3.5-9b", EngineConfig(**limits, kv_dtype="fp8"))
-    assert plan.max_batch == 16 and 64_000 < plan.max_context < wide.max_context and len(plan.notes) == 2
+    assert plan.max_batch == 16 and 64_000 < plan.max_context < wide.max_context
     assert any("`kv_dtype='fp8'` would hold" in warning for warning in plan.warnings)
     assert not any("fp8" in warning for warning in wide.warnings)
 

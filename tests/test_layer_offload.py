@@ -60,7 +60,7 @@ def note_of(size: str, **options: Any) -> tuple[Any, str]:
                        EngineConfig(device="cuda", gpu_memory=size, quant="q4_k", **options))
     assert found
     plan, _ = found
-    return plan, plan.notes[-1] if len(plan.notes) > 2 else ""
+    return plan, next((text for text in plan.warnings if "lie in host memory" in text), "")
 
 
 def layers_of(note: str) -> int:

@@ -59,8 +59,8 @@ class LayerPlan:
         return replace(options, max_context=self.context) if self.layers else options
 
     def describe(self, memory: MemoryPlan) -> MemoryPlan:
-        """Returns the plan of the cache with a note about the layers."""
-        return replace(memory, notes=(*memory.notes, self.note)) if self.layers else memory
+        """Returns the plan of the cache with a warning about the layers."""
+        return replace(memory, warnings=(self.note, *memory.warnings)) if self.layers else memory
 
 
 def matrices_of(layer: int) -> tuple[str, ...]:
