@@ -1,4 +1,4 @@
-"""Dense models that do not fit a GPU: how many layers' feed-forwards lie in host memory, and who computes them."""
+"""Dense models that do not fit a GPU: how many layers' feed-forwards lie in host memory, and how they are placed."""
 
 from __future__ import annotations
 
