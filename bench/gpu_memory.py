@@ -1,7 +1,9 @@
 """deltic restricted to a part of a GPU's memory: turns of random length up to the whole context, and the peak of what
-the process takes on the card, with random weights of true shapes or a file.
+the process takes on the card, with random weights of true shapes or a file. Then one sequence alone: its first token
+and its speed, which depend on how many layers lie in host memory.
 
     python bench/gpu_memory.py --model qwen3.5-27b --quant q4_k --gpu-memory 24GiB --context 65536 --kv-dtype fp8
+    python bench/gpu_memory.py --model qwen3.5-27b --quant q4_k --gpu-memory 16GiB --context 65536 --turns 40
     python bench/gpu_memory.py --file 27b-Q4_K_M.gguf --picture --gpu-memory 24GiB --context 65536 --kv-dtype fp8
 """
 
@@ -22,16 +24,19 @@ from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.llm import LLM
 from deltic.params import EngineRequest, SamplingParams, TokenEvent
+from deltic.runner.model_runner import ModelRunner
 
 AT_ONCE = 4
 """Conversations that are alive at the same time."""
+ALONE = 2000
+"""Tokens of the prompt of the sequence that runs alone."""
 
 
 def main() -> None:
     args = _arguments()
     free, _ = torch.cuda.mem_get_info()
     config = EngineConfig(device="cuda", gpu_memory=args.gpu_memory, max_context=args.context, quant=args.quant,
-                          kv_dtype=args.kv_dtype)
+                          kv_dtype=args.kv_dtype, expert_compute=args.expert_compute)
     runtime = load(args.file or RandomModel(args.model, head=True), config)
     runtime.warm_up()
     engine, failed, began = Engine(runtime), list[str](), time.perf_counter()
@@ -44,12 +49,14 @@ def main() -> None:
     while engine.has_work:
         tokens += _step(engine, failed)
     engine.check()
-    limit = parse_bytes(args.gpu_memory)
+    limit, seconds = parse_bytes(args.gpu_memory), time.perf_counter() - began
     record("gpu_memory", {
         "model": runtime.name, "quant": args.quant, "kv_dtype": args.kv_dtype, "turns": args.turns, "failed": failed,
         "plan": [*runtime.memory.notes, *runtime.memory.warnings], "limit_mib": limit >> 20, "peak_mib": peak >> 20,
         "fits": peak <= limit, "reserved_mib": torch.cuda.max_memory_reserved() >> 20, "generated": tokens,
-        "preemptions": engine.scheduler.preemptions, "seconds": round(time.perf_counter() - began, 1)})
+        "preemptions": engine.scheduler.preemptions, "seconds": round(seconds, 1), **_layers(runtime),
+        **_alone(engine, failed)})
+    engine.close()
     if args.picture:
         del engine, runtime
         torch.cuda.empty_cache()
@@ -63,6 +70,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--picture", action="store_true", help="read one, too; only with --file")
     parser.add_argument("--quant", default="none", help="as of deltic serve")
     parser.add_argument("--kv-dtype", default="auto", help="as of deltic serve")
+    parser.add_argument("--expert-compute", default="auto", help="as of deltic serve")
     parser.add_argument("--gpu-memory", default="24GiB")
     parser.add_argument("--context", type=int, default=65536)
     parser.add_argument("--turns", type=int, default=500)
@@ -81,6 +89,28 @@ def _turns(count: int, context: int, vocabulary: int) -> Iterator[EngineRequest]
         text += chance.choices(range(vocabulary), k=more)
         yield EngineRequest(str(turn), tuple(text), SamplingParams(temperature=1.0, seed=turn, max_tokens=new,
                                                                  ignore_eos=True))
+
+
+def _layers(runtime: ModelRunner) -> dict[str, int]:
+    """What lies in host memory, and how many of it the host computes."""
+    if runtime.layers is None:
+        return {}
+    store = runtime.layers.store
+    return {"layers_in_host_memory": len(store.layers), "host_mib": store.nbytes >> 20,
+            "host_computes": len(store.hosted)}
+
+
+def _alone(engine: Engine, failed: list[str]) -> dict[str, float]:
+    """The first token and the speed of one sequence."""
+    prompt = random.Random(2).choices(range(engine.runtime.config.vocab_size), k=ALONE)
+    engine.add(EngineRequest("alone", tuple(prompt), SamplingParams(temperature=0.0, max_tokens=65, ignore_eos=True)))
+    began, first, tokens = time.perf_counter(), 0.0, 0
+    while engine.has_work:
+        tokens += _step(engine, failed)
+        if tokens and not first:
+            first = time.perf_counter() - began
+    seconds = time.perf_counter() - began - first
+    return {f"first_token_of_{ALONE}_ms": round(1000 * first, 1), "tokens_per_second": round((tokens - 1) / seconds, 1)}
 
 
 def _step(engine: Engine, failed: list[str]) -> int:

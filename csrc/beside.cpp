@@ -1,4 +1,4 @@
-// Experts that threads of the host compute beside a GPU.
+// Experts, and feed-forwards of dense layers, that threads of the host compute beside a GPU.
 //
 // The card writes a request to memory that both see and waits for its answer inside of a kernel, so that nobody else of
 // the host has a part in it. One thread listens; it and those of its pool share the rows of the products. It listens
@@ -8,6 +8,7 @@
 #include <atomic>
 #include <bit>
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
 #include <limits>
 #include <memory>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "levels.hpp"
+#include "matrix.hpp"
 #include "pause.hpp"
 #include "pool.hpp"
 
@@ -33,6 +35,84 @@ constexpr int64_t kRows = 8;  // of a matrix that are one piece of work
 // An expert that some token passes, and where its pairs with tokens begin in the list of all.
 struct Passed {
     int64_t expert, first, count;
+};
+
+// A dense layer's feed-forward of a few tokens, with packed weights.
+//
+// Quantized matrices multiply whole numbers of eight bits. The input of each has about sixteen here, as on a card: it
+// counts as two tokens, what eight bits hold of it and the rest, whose products are added up. A matrix streams through
+// once for both.
+class PackedLayer {
+  public:
+    PackedLayer(const deltic_beside_model &model)
+        : hidden_(model.hidden), size_(model.size), split_(2 * kTokens * std::max(hidden_, size_)),
+          doubled_(2 * kTokens * std::max(hidden_, 2 * size_)), halves_(kTokens * 2 * size_), gated_(kTokens * size_),
+          out_(kTokens * hidden_) {}
+
+    // sums [tokens, hidden] of inputs [tokens, hidden]. factors: as in the mailbox.
+    void compute(deltic_pool *pool, const deltic_expert &weights, const std::vector<float> &x, int64_t tokens,
+                 const std::vector<float> &factors, const std::vector<float> &shares) {
+        multiply(pool, weights.gate_up, x.data(), tokens, halves_.data());
+        deltic::parallel(pool, tokens, [&](int64_t token, int) {
+            const float *gate = halves_.data() + token * 2 * size_;
+            deltic::kernels(pool).gate_rounded(gate, gate + size_, factors[size_t(token)], shares[size_t(token)], size_,
+                                               gated_.data() + token * size_);
+        });
+        multiply(pool, weights.down, gated_.data(), tokens, out_.data());
+    }
+    const float *sums(int64_t token) const { return out_.data() + token * hidden_; }
+
+  private:
+    static constexpr int64_t kBlock = 256;  // columns with a scale of their own
+    int64_t hidden_, size_;
+    std::vector<float> split_, doubled_, halves_, gated_, out_;
+
+    static bool is_plain(int64_t type) { return type == DELTIC_F32 || type == DELTIC_F16 || type == DELTIC_BF16; }
+
+    // y [tokens, rows of the weight] = x weight^T.
+    void multiply(deltic_pool *pool, const deltic_weight &weight, const float *x, int64_t tokens, float *y) {
+        const int64_t columns = weight.parts[0].columns, stride = deltic::rows_of(weight);
+        const auto linear = deltic::kernels(pool).linear;
+        bool is_split = false;
+        for (int64_t p = 0, row = 0; p < weight.count; row += weight.parts[p++].rows) {
+            const deltic_weight part{1, {weight.parts[p]}};
+            const int64_t rows = part.parts[0].rows;
+            if (is_plain(part.parts[0].type)) {
+                linear(pool, x, tokens, part, y + row, stride);
+                continue;
+            }
+            if (!is_split) split(pool, x, columns, tokens);
+            is_split = true;
+            linear(pool, split_.data(), 2 * tokens, part, doubled_.data(), rows);
+            deltic::parallel(pool, tokens, [&](int64_t token, int) {
+                const float *most = doubled_.data() + 2 * token * rows, *rest = most + rows;
+                for (int64_t i = 0; i < rows; ++i) y[token * stride + row + i] = most[i] + rest[i];
+            });
+        }
+    }
+
+    void split(deltic_pool *pool, const float *x, int64_t columns, int64_t tokens) {
+        deltic::parallel(pool, tokens, [&](int64_t token, int) {
+            for (int64_t first = 0; first < columns; first += kBlock)
+                split_block(x + token * columns + first, std::min(kBlock, columns - first),
+                            split_.data() + 2 * token * columns + first, columns);
+        });
+    }
+
+    // `most` gets what whole numbers of eight bits hold, times a scale; `apart` further on lies the rest.
+    static void split_block(const float *x, int64_t count, float *most, int64_t apart) {
+        float largest = 0;
+        for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::fabs(x[i]));
+        // numbers that are none, or hardly any, stay as they are
+        const bool whole = largest < 1e30f && largest > 1e-30f;
+        const float inverse = whole ? 127.0f / largest : 0.0f, scale = largest / 127.0f;
+        for (int64_t i = 0; i < count; ++i) {
+            // adding 1.5 * 2^23 rounds to an integer
+            const float code = x[i] * inverse + 12582912.0f;
+            most[i] = whole ? (code - 12582912.0f) * scale : x[i];
+            most[apart + i] = x[i] - most[i];
+        }
+    }
 };
 
 }  // namespace
@@ -58,6 +138,12 @@ struct deltic_beside {
     std::vector<int64_t> place, pairs, at;           // of experts in `passed`; by expert; of a pair in the latter
     std::vector<const float *> inputs, gated_inputs; // of `pairs`
 
+    // Of a packed layer: which tokens have the expert, and their factors and shares.
+    std::unique_ptr<PackedLayer> packed;
+    std::vector<deltic_expert> packed_weights;
+    std::vector<int64_t> present;
+    std::vector<float> factors, shares;
+
     deltic_beside(const deltic_beside_model &model, const deltic_mailbox &mail, int threads)
         : model(model), mail(mail) {
         for (int64_t i = 0; i < model.layers; ++i) weights.push_back(static_cast<const uint16_t *>(model.weights[i]));
@@ -68,6 +154,9 @@ struct deltic_beside {
         place.assign(size_t(model.experts), -1);
         passed.reserve(most);
         pairs.resize(most), at.resize(most), inputs.resize(most), gated_inputs.resize(most);
+        if (!model.packed) return;
+        packed = std::make_unique<PackedLayer>(model);
+        packed_weights.assign(model.packed, model.packed + model.layers);
     }
 
     ~deltic_beside() {
@@ -127,16 +216,45 @@ struct deltic_beside {
 
     void answer() {
         const int64_t layer = mail.request[1], tokens = mail.request[2];
-        if (!is_sound(layer, tokens)) {
-            for (int64_t i = 0; i < kTokens * model.hidden; ++i) mail.sums[i] = std::numeric_limits<float>::quiet_NaN();
-            return;
-        }
+        if (!is_sound(layer, tokens)) return fail();
+        if (!weights[size_t(layer)]) return answer_packed(packed_weights[size_t(layer)], tokens);
         put_together(tokens);
         const uint16_t *experts = weights[size_t(layer)];
         gate(experts);
         down(experts, tokens);
         for (const Passed &one : passed) place[size_t(one.expert)] = -1;
         computed.fetch_add(int64_t(passed.size()), std::memory_order_relaxed);
+    }
+
+    void fail() {
+        for (int64_t i = 0; i < kTokens * model.hidden; ++i) mail.sums[i] = std::numeric_limits<float>::quiet_NaN();
+    }
+
+    void answer_packed(const deltic_expert &expert, int64_t tokens) {
+        present.clear(), factors.clear(), shares.clear();
+        const int64_t hidden = model.hidden;
+        for (int64_t token = 0; token < tokens; ++token) {
+            if (!mail.counts[token]) continue;
+            widen(token, int64_t(present.size()));
+            present.push_back(token), factors.push_back(mail.factors[token]);
+            shares.push_back(mail.shares[token * model.most]);
+        }
+        if (present.empty()) return;
+        try {
+            packed->compute(pool, expert, x, int64_t(present.size()), factors, shares);
+        } catch (const std::bad_alloc &) {
+            return fail();
+        }
+        for (size_t i = 0; i < present.size(); ++i)
+            std::copy_n(packed->sums(int64_t(i)), hidden, mail.sums + present[i] * hidden);
+        computed.fetch_add(1, std::memory_order_relaxed);
+    }
+
+    // A token's input as float32, at a row of x.
+    void widen(int64_t token, int64_t row) {
+        const int64_t hidden = model.hidden;
+        for (int64_t i = 0; i < hidden; ++i)
+            x[size_t(row * hidden + i)] = std::bit_cast<float>(uint32_t(mail.input[token * hidden + i]) << 16);
     }
 
     bool is_sound(int64_t layer, int64_t tokens) const {
@@ -156,8 +274,7 @@ struct deltic_beside {
         passed.clear();
         for (int64_t token = 0; token < tokens; ++token) {
             if (!mail.counts[token]) continue;
-            for (int64_t i = token * model.hidden; i < (token + 1) * model.hidden; ++i)
-                x[size_t(i)] = std::bit_cast<float>(uint32_t(mail.input[i]) << 16);
+            widen(token, token);
             for (int64_t i = 0; i < mail.counts[token]; ++i) {
                 const int64_t expert = mail.experts[token * model.most + i];
                 int64_t &mine = place[size_t(expert)];

@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Changes whenever something below does. */
-#define DELTIC_ABI 14
+#define DELTIC_ABI 15
 int deltic_abi(void);
 
 /* Tokens of a page, entries of a unit of a replay ring, rows of a matrix that are packed together; the functions give
@@ -250,11 +250,14 @@ int deltic_moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_m
 typedef struct deltic_beside deltic_beside;
 
 /* weights [layers]: bfloat16 [experts, 3, size, hidden] of each layer: an expert's gate, the other half of its rows, then
- * what comes after them, [hidden, size]. Read as long as the object lives. */
+ * what comes after them, [hidden, size]. Read as long as the object lives.
+ * packed [layers]: where a layer's weights are null, it has one expert, which is packed. Gate and other half are
+ * one matrix or several. packed is null if no layer is like that. */
 typedef struct {
     int64_t hidden, size, experts, layers;
     int64_t most;               /* experts of a token */
     const void *const *weights;
+    const deltic_expert *packed;
 } deltic_beside_model;
 
 /* Who asks writes a request, and last its number, another one than before; then it may not touch the request until

@@ -327,6 +327,9 @@ class Session:
         if runtime.experts is not None and runtime.capabilities.overlaps:
             raise RequestError("layers cannot be looked at while experts lie beside a GPU: leave out `expert_memory`",
                                "expert_memory")
+        if runtime.layers is not None:
+            raise RequestError("layers cannot be looked at while some lie in host memory: give the GPU more "
+                               "(`gpu_memory`)", "gpu_memory")
         return runtime
 
     def _feed(self, given: Sequence[int] | Prompt, all_logits: bool, rows: dict[str, Tensor] | None = None) -> Tensor:

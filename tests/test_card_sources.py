@@ -28,11 +28,11 @@ MOST_SPILLED = 192
 
 
 def few_kernels(card: Card) -> Shapes:
-    """Of the 27B: a product of each form, and what else a step without drafts needs."""
+    """Of the 27B: a product of each form, and what else a step without drafts needs; the host computes some layers."""
     hidden, _, gdn, attention = MODELS["27B"]
     products = (Multiply(hidden, True, STORE, card=card),
                 PackedMultiply(hidden, True, STORE, frozenset({"Q4_K"}), card=card))
-    return Shapes(products, gdn, attention, frozenset({"Q4_K"}), card=card)
+    return Shapes(products, gdn, attention, frozenset({"Q4_K"}), host=hidden, card=card)
 
 
 def mixture(card: Card) -> Shapes:

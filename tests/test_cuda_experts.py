@@ -345,7 +345,7 @@ def test_budget_without_room_for_experts_is_refused() -> None:
         with pytest.raises(ConfigError, match=message):
             load(RandomModel(shape=config), replace(options, **change))
     for shape, message in ((replace(config, hidden_size=200), "do not know experts of these sizes"),
-                           (replace(config, experts=ExpertsConfig(60, 9, 40, 80)), "own kernels know such experts")):
+                           (replace(config, experts=ExpertsConfig(60, 9, 40, 80)), "own kernels read weights")):
         with pytest.raises(ConfigError, match=message):
             load(RandomModel(shape=shape), replace(options, expert_cap=1))
 

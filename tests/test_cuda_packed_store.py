@@ -210,7 +210,7 @@ def test_memory_stays_pinned_while_referenced(monkeypatch: pytest.MonkeyPatch) -
         gc.collect()
         assert not known
     monkeypatch.setattr(runtime, "cudaHostRegister", lambda address, size, flags: 1)
-    with pytest.raises(ModelError, match="8 MiB of the host's memory for experts cannot be pinned"):
+    with pytest.raises(ModelError, match="8 MiB of the host's memory for weights cannot be pinned"):
         expert_offload.pinned(1, 8 << 20)
 
 

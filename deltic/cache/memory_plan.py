@@ -90,7 +90,7 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     2. Sequences get slots and logs: as many as `max_batch`, as long as these take at most half of the budget, or leave
        one whole context and a few pages for each other sequence. If the context comes first, the half must leave a
        whole context; else they take at most an eighth.
-       `max_batch` is lowered to that, with a warning. See `_extra_slots` for a few more.
+       `max_batch` is lowered to that, with a warning. See `extra_slots` for a few more.
     3. One whole context gets pages; `max_context` is lowered to fit, with a warning.
     4. Of what remains, half goes to slots for checkpoints, half to pages: for whole contexts of all sequences, and for
        the K/V between checkpoints. If no prefixes are kept, all of it goes to pages.
@@ -113,7 +113,7 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
                         f"`{needs.option}`)")
     logs = batch if needs.log_bytes else 0
     budget -= logs * needs.log_bytes
-    slots = batch + _extra_slots(batch)
+    slots = batch + extra_slots(batch)
     kept = _kept_slots(budget - (batch - 1) * needs.least_bytes, needs, slots)
     slots += kept
     budget += max(rows - slots, 0) * needs.row_bytes
@@ -129,7 +129,7 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
 def enough(needs: MemoryNeeds, tokens: int) -> int:
     """Returns a budget that suffices for all sequences, a whole context and so many more tokens."""
     batch = needs.max_batch
-    sequences = batch * (needs.sequence_bytes + needs.least_bytes) + _extra_slots(batch) * needs.slot_bytes
+    sequences = batch * (needs.sequence_bytes + needs.least_bytes) + extra_slots(batch) * needs.slot_bytes
     # half of what remains goes to slots for checkpoints
     pages = (needs.context_pages + 2 * -(-tokens // PAGE)) * needs.page_bytes
     return (sequences + pages) * _ROWS // (_ROWS - 1) + 2 * needs.row_bytes + needs.page_bytes
@@ -138,7 +138,7 @@ def enough(needs: MemoryNeeds, tokens: int) -> int:
 def _batch(budget: int, needs: MemoryNeeds) -> int:
     """Sequences that may run at once."""
     def states(batch: int) -> int:
-        return batch * needs.sequence_bytes + _extra_slots(batch) * needs.slot_bytes
+        return batch * needs.sequence_bytes + extra_slots(batch) * needs.slot_bytes
 
     def with_kv(batch: int) -> int:
         return states(batch) + (batch - 1) * needs.least_bytes
@@ -153,7 +153,7 @@ def _batch(budget: int, needs: MemoryNeeds) -> int:
     return max(1, most, bisect_right(counts, beside_context, key=with_kv))
 
 
-def _extra_slots(batch: int) -> int:
+def extra_slots(batch: int) -> int:
     """Slots in addition to those of so many sequences: for the prompt end that several choices fork, and for sequences
     that are admitted while those that they replace are still in flight."""
     return 1 + batch // _EXTRA

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from deltic.chat.processor import ChatProcessor
     from deltic.llm import LLM
     from deltic.ops import Ops
+    from deltic.runner.memory import CardMemory
 
 Facts = dict[str, Any]
 
@@ -187,17 +188,24 @@ def plan_cache(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, P
     """Plans the cache beside the weights; None if they leave no room."""
     import torch
 
+    from deltic.runner.layer_offload import plan_layers
     from deltic.runner.memory import expected_card, plan_memory
+    from deltic.runner.weights import weight_sizes
 
     dtype = activation_dtype(config, engine)
-    weights = weight_bytes(config, dtype, engine.quant)
     has_drafts = isinstance(engine.speculation, Ngram | Draft)
     if engine.on_gpu and engine.memory is None:
-        head = head_bytes(config, engine)
-        if card := expected_card(config, engine, weights + head):
-            return plan_memory(config, engine, getattr(torch, dtype), head > 0, has_drafts or head > 0,
+        head, sizes = head_bytes(config, engine), weight_sizes(config, dtype, engine.quant)
+
+        def plan(given: EngineConfig, card: CardMemory) -> tuple[MemoryPlan, PoolOptions]:
+            return plan_memory(config, given, getattr(torch, dtype), head > 0, has_drafts or head > 0,
                                defers=config.linear is not None, card=card)
-    room = max(available_memory() - weights, 0)
+
+        if card := expected_card(config, engine, sum(sizes.values()) + head):
+            beside = plan_layers(config, engine, dtype, sizes, head, lambda given, card: plan(given, card)[0])
+            memory, pools = plan(beside.settle(engine), beside.of(card))
+            return beside.describe(memory), pools
+    room = max(available_memory() - weight_bytes(config, dtype, engine.quant), 0)
     try:
         sized = replace(engine, memory=engine.memory or str(room // 2), gpu_memory_utilization=None)
         return plan_memory(config, sized, getattr(torch, dtype), False, has_drafts)
@@ -221,8 +229,8 @@ def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, p
              "ring": (pools.delta_logs, delta_log_bytes(config, dtype))}
     for unit, (count, size) in units.items():
         facts |= {f"{unit}s": count, f"{unit}_bytes": size, f"{unit}s_mib": _mib(count * size)}
-    return {**facts, "max_batch": plan.max_batch, "max_context": plan.max_context, "notes": [*plan.notes],
-            "warnings": list(map(as_typed, plan.warnings))}
+    return {**facts, "max_batch": plan.max_batch, "max_context": plan.max_context,
+            "notes": list(map(as_typed, plan.notes)), "warnings": list(map(as_typed, plan.warnings))}
 
 
 def _tokenizer_facts(processor: ChatProcessor, eos: tuple[int, ...]) -> Facts:

@@ -154,8 +154,9 @@ class EngineConfig:
     expert_refresh: int = _experts(1, "swap experts in memory for more frequently used ones every Nth step")
     expert_predict: bool = _experts(False, "read experts ahead that the next layer's router would choose now")
     expert_compute: str = _experts(
-        "auto", "on a GPU, what computes offloaded experts for few tokens. card: the GPU, reading host memory; host: "
-        "the host's cores; auto: both, by measured speed (quantized experts: the GPU)",
+        "auto", "on a GPU, what computes offloaded experts, or feed-forwards of a dense model, for few tokens. card: "
+        "the GPU, reading host memory; host: the host's cores; auto: both, by measured speed (quantized experts: the "
+        "GPU)",
         choices=("auto", "card", "host"))
     expert_profile: str | None = _experts(
         None, "file with usage counts of experts: read at the start if it exists, written at the end")
@@ -291,9 +292,9 @@ class EngineConfig:
                    f"{name} needs offloaded experts: give `expert_memory`, or leave it out")
         yield (self.expert_memory != "auto" and self._is_set("expert_reserve"), "expert_reserve",
                "expert_reserve is what `expert_memory='auto'` leaves free: give that, or leave it out")
-        yield (self.expert_compute != "auto" and (cpu or not offloads), "expert_compute",
-               f"expert_compute={self.expert_compute} needs experts offloaded from a GPU: leave it out, or give "
-               "`device='cuda'` and `expert_memory`")
+        yield (self.expert_compute != "auto" and cpu, "expert_compute",
+               f"expert_compute={self.expert_compute} needs weights offloaded from a GPU: leave it out, or give "
+               "`device='cuda'`")
         yield (self.expert_predict and bool(self.on_gpu), "expert_predict",
                f"expert_predict is for device cpu, not {self.device}; leave it out")
         yield (offloads and self.quant != "none" and cpu, "quant",

@@ -206,8 +206,9 @@ class Engine:
             self._release_left(self._flight)
         self._commit_checkpoints()
         self.runtime.cache.close()
-        if self.runtime.experts:
-            self.runtime.experts.close()
+        for offload in (self.runtime.experts, self.runtime.layers):
+            if offload:
+                offload.close()
 
     def _launch(self) -> InFlight | None:
         """Drafts, schedules and launches a step; None if there is nothing to do."""

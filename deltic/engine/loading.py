@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from deltic.cache.manager import HybridCache
+from deltic.cache.memory_plan import MemoryPlan
 from deltic.cache.offload.open import open_tiers
-from deltic.cache.tensors import allocate
+from deltic.cache.tensors import PoolOptions, allocate
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.arguments import settled
 from deltic.errors import ConfigError, ModelError, show
@@ -30,7 +31,9 @@ from deltic.ops.capabilities import check_device
 from deltic.ops.memory import memory_for
 from deltic.params import Draft, Ngram
 from deltic.runner.expert_offload import place_experts, unpacks_experts
+from deltic.runner.layer_offload import LayerPlan, place_layers, plan_layers
 from deltic.runner.memory import (
+    CardMemory,
     card_memory,
     fit_card,
     keep_freed_memory,
@@ -179,13 +182,17 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         ops = select_ops(options, threads)
         dtype = config.dtype if options.dtype == "auto" else cast(DType, options.dtype)
         reader = WeightReader(source, options, ops, dtype, use.drafts, progress)
-        weights, store = reader.read()
         head_weights = reader.read_head()
+        plan = _cache_planner(config, options, dtype, bool(head_weights), use)
+        beside = LayerPlan() if use.drafts or use.vectors or not options.on_gpu else plan_layers(
+            config, options, dtype, reader.sizes(), reader.tower_bytes(), lambda given, card: plan(given, card)[0])
+        weights, store = reader.read(beside)
         times.done("weights")
         # layers
         experts = place_experts(store, weights, files, config, options, ops, dtype)
-        decoder = build(config, weights, ops, getattr(torch, dtype), reader.tiled,
-                        experts.store.pools() if experts else ())
+        layers = place_layers(weights, beside, options, config.num_hidden_layers) if beside.layers else None
+        beside_pools = layers.pools if layers else experts.store.pools() if experts else ()
+        decoder = build(config, weights, ops, getattr(torch, dtype), reader.tiled, beside_pools)
         texts = files.tokenizer() if files else None
         head = build_head(config, head_weights, decoder, reader.draft_vocabulary(texts)) if head_weights else None
         keep_freed_memory()
@@ -193,16 +200,10 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         encode = reader.read_tower()
         times.done("vision tower")
         # memory plan, cache and tiers
-        rings = use.rings or head is not None or isinstance(options.speculation, Ngram)
         work = working_bytes(config, options.token_budget, unpacks_experts(experts, decoder.weights))
-        memory, pool_options = plan_memory(
-            config, options, decoder.dtype, head is not None, rings, use.vectors,
-            not use.drafts and defers_state_writes(config, options, dtype),
-            card_memory(options, work) if options.on_gpu else None)
-        for line in memory.notes:
-            log.info("%s", line)
-        for warning in memory.warnings:
-            log.warning("%s%s", f"the draft model {source.name}: " if use.drafts else "", warning)
+        memory, pool_options = plan(beside.settle(options), card_memory(options, work) if options.on_gpu else None)
+        memory = beside.describe(memory)
+        _log_plan(memory, f"the draft model {source.name}: " if use.drafts else "")
         pools = allocate(config, memory.pages, memory.slots, decoder.dtype, ops, options.device,
                          replace(pool_options, tiled=reader.tiled))
         tiers, records = ([], None) if use.drafts else open_tiers(
@@ -211,11 +212,31 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         # runner
         runtime = ModelRunner(source.name, files.place if files else None, config, options, source.generation, memory,
                               decoder, cache, threads, texts, records, head, encode,
-                              files.vision if files and encode else None, use.draft, experts)
+                              files.vision if files and encode else None, use.draft, experts, layers)
         runtime.check_kernels()
         times.done("cache")
         log.info("%s%s: loaded in %s", "the draft model " if use.drafts else "", source.name, times)
         return runtime
+
+
+def _cache_planner(config: ModelConfig, options: EngineConfig, dtype: DType, head: bool, use: _Use
+                   ) -> Callable[[EngineConfig, CardMemory | None], tuple[MemoryPlan, PoolOptions]]:
+    """Returns `plan_memory` for this model, given options and the memory of its GPU. head: it has a draft head."""
+    drafts = use.rings or head or isinstance(options.speculation, Ngram)
+    defers = not use.drafts and defers_state_writes(config, options, dtype)
+    own: torch.dtype = getattr(torch, dtype)
+
+    def plan(given: EngineConfig, card: CardMemory | None) -> tuple[MemoryPlan, PoolOptions]:
+        return plan_memory(config, given, own, head, drafts, use.vectors, defers, card)
+
+    return plan
+
+
+def _log_plan(memory: MemoryPlan, prefix: str) -> None:
+    for line in memory.notes:
+        log.info("%s", line)
+    for warning in memory.warnings:
+        log.warning("%s%s", prefix, warning)
 
 
 def _open(model: str | RandomModel | None, options: EngineConfig, revision: str | None, shows_progress: bool,

@@ -52,24 +52,27 @@ def quantize_tensors(tensors: Iterator[tuple[str, Tensor | Float8]], scheme: str
             if isinstance(tensor, Float8) and (plain or type is not FP8_TYPE):
                 tensor = tensor.numbers().to(kept.dtype)
             if isinstance(tensor, Float8):
-                result[name] = _packed(tensor.shape, type, kept, _float8_reader(tensor))
+                result[name] = _packed(tensor.shape, type, kept.of(name), _float8_reader(tensor))
             elif plain:
-                result[name] = tensor
+                result[name] = kept.put(name, tensor)
             else:
                 result[name] = _packed(
-                    tensor.shape, type, kept, _quantizing_reader(name, tensor.flatten(0, -2), type, pool))
+                    tensor.shape, type, kept.of(name), _quantizing_reader(name, tensor.flatten(0, -2), type, pool))
             del item, tensor  # frees the tensor before the next one is loaded
     return {name: result[name] for name in expected_tensors(config) if name in result} | result
 
 
-def quantized_bytes(config: ModelConfig, scheme: str, plain: Mapping[str, int]) -> dict[str, int]:
+def quantized_bytes(config: ModelConfig, scheme: str, plain: Mapping[str, int],
+                    packed: Callable[[str, int, int], int | None] | None = None) -> dict[str, int]:
     """Returns the bytes of each tensor of a model that is quantized by a scheme. plain: those of the unquantized
-    tensors."""
+    tensors. packed(type, rows, columns): bytes of a matrix in the form of a device; None: it stays plain. Default: as
+    in a file."""
     found = dict(plain)
     for name, shape in expected_tensors(config).items():
         type = _target_type(name, shape, scheme, config)
         if type.name not in _PLAIN and shape[-1] % type.weights == 0:
-            found[name] = type.size(prod(shape))
+            size = packed(type.name, prod(shape[:-1]), shape[-1]) if packed else type.size(prod(shape))
+            found[name] = plain[name] if size is None else size
     return found
 
 

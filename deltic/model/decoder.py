@@ -119,6 +119,7 @@ def _token_bytes(layer: DecoderLayer) -> int:
 
 def feed_forward(ops: Ops, x: Tensor, layer: DecoderLayer) -> Tensor:
     """A layer's feed-forward, between norm and residual: x [T, H] -> [T, H]."""
+    assert isinstance(layer.mlp, MoeWeights) or layer.mlp.pool is None, "only the GPU's own kernels copy these weights"
     return ops.moe(x, layer.mlp) if isinstance(layer.mlp, MoeWeights) else ops.mlp(x, layer.mlp)
 
 
@@ -146,12 +147,12 @@ def _weights(layer: DecoderLayer) -> Iterator[Weight]:
 
 
 def build(config: ModelConfig, weights: dict[str, Weight], ops: Ops, dtype: torch.dtype,
-          tiled: bool = False, pools: Sequence[ExpertPool] = ()) -> Decoder:
+          tiled: bool = False, pools: Sequence[ExpertPool | None] = ()) -> Decoder:
     """Builds a decoder from canonical tensors (loader/names), which it pops from `weights`, so that joining projections
     needs memory for one layer only.
 
-    dtype: of the hidden states. tiled: value heads are in the order of GGUF files. pools: experts of each layer that
-        are not among the weights.
+    dtype: of the hidden states. tiled: value heads are in the order of GGUF files. pools: experts of each layer, or
+        its whole feed-forward, that are not among the weights.
     """
     counts = {"linear_attention": 0, "full_attention": 0}
     layers = []
@@ -199,6 +200,9 @@ class WeightLoader:
 
     def feed_forward(self, experts: ExpertsConfig | None, pool: ExpertPool | None = None) -> MlpWeights | MoeWeights:
         """Returns the feed-forward: dense if the model has no experts. pool: the experts, if they are elsewhere."""
+        if experts is None and pool is not None:
+            found: MlpWeights = pool.store.weights(pool.layer)
+            return found
         if experts is None:
             return self._mlp("mlp.")
         own = self._experts() if pool is None else pool

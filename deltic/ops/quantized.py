@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import byref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -84,6 +84,7 @@ class PackedForm:
     dtype: of other matrices, and of convolutions. device: of all tensors.
     stack(type, number, count, rows, columns, bytes of a row, read) -> `count` consecutive matrices; None: they are
     packed one by one.
+    placed: other forms, by the names of the tensors that have them.
     """
 
     pack: Callable[[str, int, int, int, int, Callable[[int, int], Any]], QTensor]
@@ -91,6 +92,15 @@ class PackedForm:
     dtype: torch.dtype
     device: torch.device
     stack: Callable[[str, int, int, int, int, int, Callable[[int, int], Any]], tuple[QTensor, ...]] | None = None
+    placed: Mapping[str, PackedForm] = field(default_factory=dict)
+
+    def of(self, name: str) -> PackedForm:
+        """Returns the form of a tensor."""
+        return self.placed.get(name, self)
+
+    def put(self, name: str, tensor: Tensor) -> Tensor:
+        """Returns a plain tensor where its form has it."""
+        return tensor.to(self.placed[name].device) if name in self.placed else tensor
 
 
 def read_from(read: Callable[[int, int], Any], first: int, start: int, count: int) -> Any:

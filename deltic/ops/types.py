@@ -304,15 +304,18 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """gate_up [2 F, hidden]: rows of gate, then up. down [hidden, F]."""
+    """gate_up [2 F, hidden]: rows of gate, then up. down [hidden, F]. pool: the weights lie in host memory, and each
+    step copies them here."""
 
     gate_up: Weight
     down: Weight
+    pool: ExpertPool | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertPool:
-    """A layer's experts that are not all in memory (or not all on the GPU).
+    """A layer's experts that are not all in memory (or not all on the GPU). The feed-forward of a dense layer is its
+    only expert.
 
     store: the backend's expert store. layer: the layer's number there. count: of all experts. nbytes: of all of them.
     """

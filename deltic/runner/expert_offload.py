@@ -80,6 +80,9 @@ def check_experts(files: ModelFiles | None, config: ModelConfig, options: Engine
     """Raises ConfigError if the options offload experts and this model does not allow it. files: None for random
     weights. packed: the weights stay as in a GGUF file, or are quantized at load."""
     if not options.offloads_experts:
+        if options.expert_compute != "auto" and config.experts:
+            raise ConfigError(f"expert_compute={options.expert_compute} needs experts offloaded from a GPU: leave it "
+                              "out, or give `expert_memory`", "expert_compute")
         return
     asked = "expert_memory" if options.expert_memory else "expert_cap"
     reason = None
@@ -170,20 +173,24 @@ def fill_card(store: GpuExpertCache, options: EngineConfig, experts: ExpertsConf
 def _share_with_host(store: PinnedExpertStore, options: EngineConfig, per_token: int) -> tuple[float, float]:
     """Lets the host's cores compute a share of the experts that are not on the GPU: that of the options, or the one
     with which both end at the same time. Returns the rates of `ExpertOffload`."""
-    threads = options.threads or max(1, min(available_cores() - _OTHERS, _MOST_THREADS))
-    beside = OffloadedExperts(
-        store.matrices, store.hidden, per_token, (threads, pool_of(options.cpu_level).level), pinned=True
-    )
+    threads = offload_threads(options)
+    beside = OffloadedExperts(store.matrices, store.hidden, per_token, threads, pinned=True)
     host, card = beside.rate(), store.copy_rate()
     share = 1.0 if options.expert_compute == "host" else host_share(host, _READS * card)
     log.info("experts that are not on the GPU: %d threads of the host compute %.1f GB/s, the GPU copies %.1f GB/s: the "
-             "host computes %.0f %% of them (expert_compute=%s)", threads, host / 1e9, card / 1e9, 100 * share,
+             "host computes %.0f %% of them (expert_compute=%s)", threads[0], host / 1e9, card / 1e9, 100 * share,
              options.expert_compute)
     if share:
         store.share(HostExperts(beside, torch.device(options.device)), share)
     else:
         beside.close()
     return host, card
+
+
+def offload_threads(options: EngineConfig) -> tuple[int, int]:
+    """Returns the number of threads that compute beside a GPU, and the level of their instructions."""
+    threads = options.threads or max(1, min(available_cores() - _OTHERS, _MOST_THREADS))
+    return threads, pool_of(options.cpu_level).level
 
 
 def host_share(host: float, card: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,9 +16,7 @@ from deltic.ops.cuda.quantized_moe import scratch_bytes
 from deltic.ops.kv import FP8, INT4
 from deltic.params import PAGE
 
-log = logging.getLogger("deltic")
-
-_SHARE = 0.9
+SHARE = 0.9
 """Default fraction of a GPU's memory for weights, cache and steps together."""
 _KEPT = 1 << 30
 """Bytes that products and recorded steps keep for themselves on a card."""
@@ -80,10 +77,10 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     if vectors and options.memory is None:
         budget = min(budget, enough(needs, options.token_budget))
     memory = _split(budget, needs)
-    if drafts and logs and not memory.delta_logs:
-        log.warning("nothing is drafted: %d MiB of cache have no room for state delta logs (raise `%s`)",
-                    budget >> 20, needs.option)
     warnings = memory.warnings
+    if drafts and logs and not memory.delta_logs:
+        warnings = (*warnings, f"nothing is drafted: {budget >> 20} MiB of cache have no room for state delta logs "
+                               f"(raise `{needs.option}`)")
     if options.on_gpu and kv is None and memory.max_context < (options.max_context or config.max_position_embeddings):
         warnings = (*warnings, "`kv_dtype='fp8'` would hold twice the context")
     return (replace(memory, warnings=warnings, notes=_division(memory, needs, card)),
@@ -141,9 +138,11 @@ def _card_budget(options: EngineConfig, card: CardMemory) -> int:
 
 
 def card_memory(options: EngineConfig, steps: int = 0) -> CardMemory:
-    """Returns the memory of the options' GPU."""
+    """Returns the memory of the options' GPU. What torch keeps for later counts as free."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(options.device)
-    limit = options.gpu_memory_bytes or int(total * (options.gpu_memory_utilization or _SHARE))
+    limit = options.gpu_memory_bytes or int(total * (options.gpu_memory_utilization or SHARE))
     option = "gpu_memory_utilization" if options.gpu_memory is None else "gpu_memory"
     return CardMemory(min(limit, total), total - free, steps, option)
 

@@ -37,6 +37,7 @@ from deltic.runner.cuda_graphs import CudaGraphs, draft_buckets, recorded_bucket
 from deltic.runner.expert_offload import ExpertOffload
 from deltic.runner.image_embeds import Encode
 from deltic.runner.input_batch import FEW_ROWS, BucketNumbers, InputBatch, build
+from deltic.runner.layer_offload import LayerOffload
 from deltic.runner.warm_up import prompt_plans
 from deltic.spec_decode.mtp import MtpRunner, draft_sizes
 
@@ -54,6 +55,7 @@ class Model(Protocol):
     draft: the draft model, if there is one.
     encode: computes image embeddings, if the model has a vision tower.
     experts: the offloaded experts, if there are any.
+    layers: the offloaded feed-forwards of dense layers, if there are any.
     capabilities: what the backend can do.
     numbers: the memory of buckets' integers that recorded CUDA graphs read.
     """
@@ -68,6 +70,7 @@ class Model(Protocol):
     draft: Model | None
     encode: Encode | None
     experts: ExpertOffload | None
+    layers: LayerOffload | None
     capabilities: Capabilities
     numbers: BucketNumbers
 
@@ -155,6 +158,7 @@ class ModelRunner:
     vision: Vision | None = None
     draft: Model | None = None
     experts: ExpertOffload | None = None
+    layers: LayerOffload | None = None
     statistics: list[LayerStatistics] = field(default_factory=list)
     hooks: list[Observer] = field(default_factory=list)
     profiler: Callable[[Batch], None] | None = None
@@ -197,10 +201,11 @@ class ModelRunner:
         if self.options.batch_invariant:
             log.warning("batch_invariant: on the GPU torch serves the steps, whose sums may depend on the number of "
                         "rows")
-        if self.experts:
+        if self.experts or self.layers:
             why = explain(self.ops, self.decoder.weights, self.views)["step"]
-            raise ConfigError("expert_memory is not possible: on a GPU only deltic's own kernels know such experts: "
-                              f"{why}", "expert_memory")
+            option = "gpu_memory" if self.layers else "expert_memory"
+            raise ConfigError(f"{option} is not possible: on a GPU only deltic's own kernels read weights in host "
+                              f"memory: {why}", option)
 
     @property
     def pools(self) -> CachePools:
@@ -229,8 +234,9 @@ class ModelRunner:
         use_torch_threads(self.decoder.ops, self.threads)
         if batch.padded is not None:
             self.pools.wait()
-        if self.experts is not None:
-            self.experts.store.begin_step()
+        for offload in (self.experts, self.layers):
+            if offload is not None:
+                offload.store.begin_step()
         if self.profiler is not None:
             self.profiler(batch)
         logits = self.graphs.run(batch) if self.graphs and not self.hooks else None
@@ -284,7 +290,8 @@ class ModelRunner:
         head, memory, began = self.mtp_runner is not None, InputBatch(self.numbers), time.perf_counter()
         budget = self.options.token_budget
         assert budget is not None
-        plans = [*prompt_plans(budget, self.memory.max_context, self.memory.max_batch, few=self.experts is not None)]
+        slow = bool(self.experts or self.layers)
+        plans = [*prompt_plans(budget, self.memory.max_context, self.memory.max_batch, few=slow)]
         for plan in plans:
             try:
                 self.run(build(plan, self.device, hidden=head, memory=memory, verified=self.capabilities.verifies))

@@ -6,20 +6,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from deltic.cache.offload.identity import FileMark, Identity, machine_facts
-from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
+from deltic.config import DTYPE_BYTES, DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.errors import ConfigError, ModelError
-from deltic.loader.gguf.load import is_quantized, unserved_experts, wants_packing
+from deltic.loader.gguf.load import is_quantized, packed_sizes, unserved_experts, wants_packing
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.model_files import ModelFiles
-from deltic.loader.quantize import FP8, STORED, quantize_tensors, quantize_tower
+from deltic.loader.names import expected_tensors, tensor_dtype
+from deltic.loader.quantize import FP8, STORED, quantize_tensors, quantize_tower, quantized_bytes
 from deltic.loader.safetensors import Progress
+from deltic.loader.vision import expected_tower
 from deltic.model.draft_vocabulary import Tokens, draftable
 from deltic.model.vision_tower import build_tower
 from deltic.ops import Ops
@@ -27,12 +30,14 @@ from deltic.ops.capabilities import verifies_drafts
 from deltic.ops.cpu import missing
 from deltic.ops.cuda import quantized
 from deltic.ops.cuda.expert_offload import PinnedExpertStore, pinned_form
+from deltic.ops.cuda.layer_offload import host_layer_form
 from deltic.ops.cuda.quantized_moe import knows_packed
 from deltic.ops.quantized import PackedForm, host_form
 from deltic.ops.types import Weight
 from deltic.params import Auto, Draft, Mtp
 from deltic.runner.expert_offload import beside_card, check_experts, plain_store
 from deltic.runner.image_embeds import Encode
+from deltic.runner.layer_offload import LayerPlan, check_host_memory, has_second_form, matrices_of
 from deltic.runner.memory import free_on_card
 from deltic.runner.packed_file import PackedFile
 from deltic.vision.images import Pixels, patches_of
@@ -86,6 +91,21 @@ class WeightReader:
         in_files = files if files and not files.weights else None
         check_experts(in_files, source.config, options, dtype, self.tiled or quantizes)
         self._here = beside_card(options) or not options.offloads_experts
+        self._form = packed_form(options)
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the bytes of the text model's weights on a GPU, by name."""
+        files = self.source.files
+        if files and files.gguf and self.tiled:
+            return packed_sizes(files.gguf, self.source.config, quantized.packed_bytes)
+        return weight_sizes(self.source.config, self.dtype, self._scheme)
+
+    def tower_bytes(self) -> int:
+        """Returns the bytes of the vision tower, if it will be read."""
+        files, options = self.source.files, self.options
+        if files is None or files.vision is None or self.drafts or not options.vision:
+            return 0
+        return 2 * sum(map(prod, expected_tower(files.vision.tower).values()))
 
     def identity(self, head: bool) -> Identity:
         """Returns what the weights are made of. head: with a draft head."""
@@ -93,15 +113,28 @@ class WeightReader:
                  "packed": self.tiled, "quant": self._scheme, "head": head}
         return Identity(facts, self._marks)
 
-    def read(self) -> tuple[dict[str, Weight], PinnedExpertStore | None]:
-        """Returns the weights, except plain experts beside a GPU, which are in the store."""
+    def read(self, layers: LayerPlan) -> tuple[dict[str, Weight], PinnedExpertStore | None]:
+        """Returns the weights, except plain experts beside a GPU, which are in the store. layers: those whose
+        feed-forwards stay in host memory."""
+        self._form = self._placed_form(layers)
         files, config, options = self.source.files, self.source.config, self.options
         if self._quantizes:
             return self._quantize(), None
         if files and self.tiled:
-            return files.load_packed(self._progress, packed_form(options), self._here), None
+            return files.load_packed(self._progress, self._form, self._here), None
         store = plain_store(config, options) if beside_card(options) and options.quant == "none" else None
-        return {name: tensor for name, tensor in self._plain() if not (store and store.take(name, tensor))}, store
+        return {name: self._form.put(name, tensor) for name, tensor in self._plain()
+                if not (store and store.take(name, tensor))}, store
+
+    def _placed_form(self, layers: LayerPlan) -> PackedForm:
+        """Returns the form of the matrices, with another one for those that stay in host memory."""
+        form = packed_form(self.options)
+        if not layers.layers:
+            return form
+        check_host_memory(layers)
+        packs = self._quantizes or self.tiled
+        host = host_layer_form(form.device, packs and has_second_form(self.options, layers))
+        return replace(form, placed={name: host for index in layers.layers for name in matrices_of(index)})
 
     def read_head(self) -> dict[str, Weight] | None:
         """Returns the draft head's weights if the options want it and the model has one."""
@@ -180,7 +213,7 @@ class WeightReader:
         if found is None:
             tensors = (files.float8_tensors(dtype, options.device, self._progress, self._here)
                        if files and self._scheme in (FP8, STORED) else self._plain())
-            found = quantize_tensors(tensors, self._scheme, config, packed_form(options))
+            found = quantize_tensors(tensors, self._scheme, config, self._form)
             if stored:
                 stored.write(found)
         return found
@@ -204,6 +237,13 @@ class WeightReader:
             found = files.weight_files(False)
         tokenizer = files.path / "tokenizer.json"
         return [FileMark.of(path) for path in (*found, *([tokenizer] if tokenizer.is_file() else []))]
+
+
+def weight_sizes(config: ModelConfig, dtype: DType, scheme: str) -> dict[str, int]:
+    """Returns the bytes of each weight on a GPU. scheme: as in `quantize_tensors`, or `none`."""
+    plain = {name: prod(shape) * DTYPE_BYTES[tensor_dtype(name, dtype)]
+             for name, shape in expected_tensors(config).items()}
+    return plain if scheme == "none" else quantized_bytes(config, scheme, plain, quantized.packed_bytes)
 
 
 def packed_form(options: EngineConfig) -> PackedForm:

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 import torch
 
-from deltic.config import DType, ModelConfig, available_cores
+from deltic.config import DTYPE_BYTES, DType, ModelConfig, available_cores
 from deltic.errors import ModelError
 from deltic.loader.gguf.blocks import Bytes, fill
 from deltic.loader.gguf.file import GgufFile, GgufTensor
@@ -107,6 +107,18 @@ def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None
     return {name: tensors[name] for name in expected_tensors(config) if experts or not is_stack(name)}
 
 
+def packed_sizes(file: GgufFile, config: ModelConfig, packed: Callable[[str, int, int], int | None]) -> dict[str, int]:
+    """Returns the bytes of each tensor of the text model as `load_packed` loads it. packed(type, rows, columns): bytes
+    of a quantized matrix; None: it becomes bfloat16."""
+    sizes = dict[str, int]()
+    for part in plan_gguf(file, config):
+        for name, shape in zip(part.target.names, part.shapes, strict=True):
+            count, plain = math.prod(shape), DTYPE_BYTES[tensor_dtype(name, "bfloat16")]
+            size = packed(part.stored.type.name, count // shape[-1], shape[-1]) if _is_matrix(part) else None
+            sizes[name] = count * plain if size is None else size
+    return sizes
+
+
 def load_gguf_head(sources: list[GgufSource], config: ModelConfig, dtype: DType, device: str | torch.device,
                    packed: bool) -> dict[str, Weight]:
     """Loads the tensors of `plan_gguf_head`, dequantized to `dtype` on `device`, or packed as in `load_packed`. Logs a
@@ -184,7 +196,7 @@ def _pack(part: GgufSource, config: ModelConfig, form: PackedForm) -> Iterator[t
         matrices = []
     for first, name, rows in matrices:
         read = _reader(stored, first * row_bytes, row_bytes, part.target.form.rows(rows, config))
-        found[name].append(_packed(stored, rows, columns, row_bytes, read, form))
+        found[name].append(_packed(stored, rows, columns, row_bytes, read, form.of(name)))
     for name, shape in zip(part.target.names, part.shapes, strict=True):
         yield name, found[name][0] if len(shape) == 2 else tuple(found[name])
 

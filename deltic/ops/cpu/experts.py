@@ -18,7 +18,19 @@ import torch
 from torch import Tensor
 
 from deltic.errors import ModelError
-from deltic.ops.cpu.library import BesideModel, ExpertCounts, Extent, MailboxStruct, StoredLayer, ThreadPool, library
+from deltic.ops.cpu.library import (
+    BesideModel,
+    Expert,
+    ExpertCounts,
+    Extent,
+    LinearWeight,
+    MailboxStruct,
+    MatrixStruct,
+    StoredLayer,
+    ThreadPool,
+    library,
+)
+from deltic.ops.quantized import QTensor
 from deltic.ops.stored import ExpertStatistics, StoredExpert
 from deltic.ops.types import PAGE, ExpertPool
 
@@ -185,15 +197,16 @@ class OffloadedExperts:
     words: request [3] and answer [1] int32, for kernels; request, answer: the same, for the host.
     """
 
-    def __init__(self, weights: Sequence[Tensor], hidden: int, most: int, threads: tuple[int, int],
+    def __init__(self, weights: Sequence[Tensor | PackedExpert], hidden: int, most: int, threads: tuple[int, int],
                  pinned: bool = False) -> None:
-        """weights: of each layer [E, 3 * size * hidden] bfloat16: gate and up [2 size, hidden], then down.
+        """weights: of each layer [E, 3 * size * hidden] bfloat16: gate and up [2 size, hidden], then down; or the only
+        expert's gate, up and down as packed matrices.
 
         most: experts of a token. threads: their number, and the level of their instructions. pinned: a GPU uses the
             mailbox. MemoryError if threads or memory ran out.
         """
         self._weights, self._turn = tuple(weights), Lock()
-        self.expert_bytes = self._weights[0][0].nbytes
+        self._count, self.size, self.expert_bytes = _sizes(self._weights[0], hidden)
         words, numbers = torch.int32, torch.float32
         parts = _laid_out(
             {
@@ -213,10 +226,13 @@ class OffloadedExperts:
         self.words = parts["request"], parts["answer"]
         self.request = (c_uint32 * 3).from_address(parts["request"].data_ptr())
         self.answer = (c_uint32 * 1).from_address(parts["answer"].data_ptr())
-        addresses = (c_void_p * len(weights))(*(layer.data_ptr() for layer in weights))
-        count, columns = self._weights[0].shape
-        model = BesideModel(hidden, columns // (3 * hidden), count, len(weights), most,
-                            ctypes.cast(addresses, c_void_p))
+        plain = (c_void_p * len(weights))(*(
+            layer.data_ptr() if isinstance(layer, Tensor) else None for layer in weights))
+        packed = (Expert * len(weights))(*(
+            Expert() if isinstance(layer, Tensor) else _expert(layer) for layer in weights))
+        any_packed = not all(isinstance(layer, Tensor) for layer in weights)
+        model = BesideModel(hidden, self.size, self._count, len(weights), most, ctypes.cast(plain, c_void_p),
+                            ctypes.cast(packed, c_void_p) if any_packed else None)
         mailbox = MailboxStruct(**{name: part.data_ptr() for name, part in parts.items()})
         made = library().deltic_beside_new(byref(model), byref(mailbox), *threads)
         if not made:
@@ -233,13 +249,13 @@ class OffloadedExperts:
 
     def computed(self) -> int:
         """Experts computed so far, each once for a request. Thread-safe."""
-        return self._count()[0]
+        return self._counts()[0]
 
     def computing(self) -> float:
         """Seconds spent on them. Thread-safe."""
-        return self._count()[1]
+        return self._counts()[1]
 
-    def _count(self) -> tuple[int, float]:
+    def _counts(self) -> tuple[int, float]:
         experts, nanoseconds = c_int64(), c_int64()
         with self._turn:
             if self._end.alive:
@@ -266,7 +282,7 @@ class OffloadedExperts:
     def rate(self) -> float:
         """Measures bytes of weights a second at which experts of one layer are computed for one token at a time: the
         best of some passes over all of them."""
-        count, most = len(self._weights[0]), self.experts.shape[1]
+        count, most = self._count, self.experts.shape[1]
         self.input.fill_(0.01)
         self.factors.fill_(1.0)
         self.shares.fill_(1.0 / most)
@@ -280,6 +296,26 @@ class OffloadedExperts:
                 self.ask(0, 1)
             seconds = min(seconds, self.computing() - before)
         return len(whole) * most * self.expert_bytes / seconds
+
+
+PackedExpert = tuple[QTensor, QTensor, QTensor]
+"""Gate and up [size, hidden], down [hidden, size], in the form of the CPU kernels."""
+
+
+def _sizes(layer: Tensor | PackedExpert, hidden: int) -> tuple[int, int, int]:
+    """Returns the number of a layer's experts, rows of a gate, and bytes of an expert."""
+    if isinstance(layer, Tensor):
+        return len(layer), layer.shape[1] // (3 * hidden), layer[0].nbytes
+    return 1, layer[0].rows, sum(matrix.nbytes for matrix in layer)
+
+
+def _expert(layer: PackedExpert) -> Expert:
+    gate, up, down = layer
+    return Expert(_weight(gate, up), _weight(down))
+
+
+def _weight(*blocks: QTensor) -> LinearWeight:
+    return LinearWeight(len(blocks), (MatrixStruct * 4)(*(block.matrix for block in blocks)))
 
 
 def _laid_out(sizes: dict[str, tuple[tuple[int, ...], torch.dtype]], pinned: bool) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from deltic.ops.types import PAGE, RING, Batch
 
 Result = TypeVar("Result")
 
-_COMPILED = {"deltic_abi": 14, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
+_COMPILED = {"deltic_abi": 15, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
 """Constants that the library must return, so that both sides agree on layouts."""
 _NO_MEMORY, _READ_FAILED = -1, -3
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
@@ -128,7 +128,7 @@ class ExpertCounts(Structure):
 class BesideModel(Structure):
     """`deltic_beside_model`."""
 
-    _fields_ = (*_members(c_int64, "hidden size experts layers most"), ("weights", c_void_p))
+    _fields_ = (*_members(c_int64, "hidden size experts layers most"), *_members(c_void_p, "weights packed"))
 
 
 class MailboxStruct(Structure):

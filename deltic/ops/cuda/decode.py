@@ -33,6 +33,7 @@ from deltic.ops.cuda.kernel_config import (
     shapes_of,
     unit_of,
 )
+from deltic.ops.cuda.layer_offload import LayerStore, LayerStream, used
 from deltic.ops.cuda.layout import MAX_GEMV_TOKENS, MAX_SPLIT_HEAD_TOKENS, SPLIT_HEAD_SHARED_BYTES, WARPS
 from deltic.ops.cuda.moe import ALL_REAL, RealTokens
 from deltic.ops.cuda.quantized_moe import experts_of
@@ -146,6 +147,7 @@ class DecodeStep:
             self.delta_log = StateDeltaLog(self._module, views, shapes.gdn, _MAX_ROWS)
         mixtures = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoeWeights)]
         self._experts = experts_of(self._module, shapes.experts, mixtures, self.blocks) if shapes.experts else None
+        self._offloaded = _offloaded_layers(decoder)
         self.prefill = prefill.PrefillStep(self, shapes, self._device) if reads else None
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
@@ -224,6 +226,7 @@ class DecodeStep:
     def layers(self, buffers: _DecodeBuffers) -> Tensor:
         """Runs all layers on the residual of few tokens; returns the logits."""
         decoder, tokens, residual = self.decoder, buffers.batch.layout.tokens, buffers.residual
+        stream, real = self.stream(few=True), _real(buffers.batch)
         logits = residual.new_empty(tokens, _rows(decoder.head))
         width = max(max(_rows(_in_proj(layer)), 1) for layer in decoder.layers)
         proj = residual.new_empty(tokens * width)
@@ -234,12 +237,29 @@ class DecodeStep:
             self.mix(layer, buffers, proj, _rows(_in_proj(layer)))
             self._project_out(layer, buffers)
             if isinstance(layer.mlp, MoeWeights):
-                self._add_experts(layer.mlp, layer.post_norm, residual, _real(buffers.batch))
+                self._add_experts(layer.mlp, layer.post_norm, residual, real)
+            elif self._offloaded and layer.dense.pool and layer.dense.pool.layer in self._offloaded.hosted:
+                self._add_host(self._offloaded, layer, residual, real)
             else:
-                self.multiply(layer.dense.gate_up, residual, layer.post_norm, gated, GATE)
-                self.multiply(layer.dense.down, gated, None, residual, ADD)
+                with used(stream, layer.dense):
+                    self.multiply(layer.dense.gate_up, residual, layer.post_norm, gated, GATE)
+                    self.multiply(layer.dense.down, gated, None, residual, ADD)
         self.multiply(decoder.head, residual, decoder.norm, logits, STORE)
         return logits
+
+    def stream(self, few: bool) -> LayerStream | None:
+        """Begins the copies of a step with feed-forwards in host memory. few: the host computes its own."""
+        return self._offloaded.stream(few) if self._offloaded else None
+
+    def _add_host(self, store: LayerStore, layer: DecoderLayer, residual: Tensor, real: RealTokens) -> None:
+        """Adds a feed-forward that the host computes to the residual of few tokens."""
+        host, tokens, pool = store.host, len(residual), layer.dense.pool
+        assert host and pool
+        self._module.launch("k_ask_host", (tokens,), WARPS * 32 + 32, args.AskHostArgs(
+            x=residual, scale=layer.post_norm, logits=None, weights=None, count=real.count, starts=real.starts,
+            eps=self.decoder.eps, tokens=tokens, first=0, layer=store.hosted[pool.layer], **host.request))
+        self._module.launch("k_add_host", (tokens,), 256, args.AddHostArgs(
+            y=residual, hidden=self.hidden, **host.answer))
 
     def _add_experts(self, weights: MoeWeights, norm: Tensor, residual: Tensor, real: RealTokens) -> None:
         """Adds the mixture of few tokens to the residual. norm [H]: scale of the norm before it."""
@@ -357,32 +377,35 @@ class DecodeStep:
         decoder, buffers = self.decoder, self.begin(batch, "many")
         residual = buffers.residual
         delta: Tensor | None = None
+        stream = self.stream(few=False)
         for layer in decoder.layers:
             proj = self.linear(self.normed(residual, delta, layer.input_norm), _in_proj(layer))
             self.mix(layer, buffers, proj, proj.shape[1])
             weight = _out_proj(layer)
             delta = self.linear(_compact(buffers.y, len(proj), _columns(weight)), weight)
-            delta = self.feed_forward(layer, residual, delta, _real(batch))
+            delta = self.feed_forward(layer, residual, delta, stream, _real(batch))
         self.end(buffers)
         hidden = torch.empty_like(residual) if batch.layout.hidden else None
         return self.head(self.normed(residual, delta, decoder.norm, hidden)), hidden
 
     def feed_forward(
-        self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, real: RealTokens = ALL_REAL
+        self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, stream: LayerStream | None,
+        real: RealTokens = ALL_REAL,
     ) -> Tensor | None:
-        """Adds delta to the residual [T, H] of many tokens and runs the feed-forward. Returns its output [T, H] bf16,
-        which the caller adds; None if it was added already."""
+        """Adds delta to the residual [T, H] of many tokens and runs the feed-forward. stream: of the step. Returns its
+        output [T, H] bf16, which the caller adds; None if it was added already."""
         x = self.normed(residual, delta, layer.post_norm)
         if self._experts and isinstance(layer.mlp, MoeWeights):
             if len(x) <= self._experts.max_gemv_tokens:
                 self._add_experts(layer.mlp, layer.post_norm, residual, real)
                 return None
             return self._experts.gemm_rows(layer.mlp, x, real)
-        both = self.linear(x, layer.dense.gate_up)
-        tokens, width = both.shape[0], both.shape[1] // 2
-        gated = both.new_empty(tokens, width)
-        self._module.launch("k_gate", (-(-width // 2048), tokens), 256, args.GateArgs(x=both, y=gated, width=width))
-        return self.linear(gated, layer.dense.down)
+        with used(stream, layer.dense):
+            both = self.linear(x, layer.dense.gate_up)
+            tokens, width = both.shape[0], both.shape[1] // 2
+            gated = both.new_empty(tokens, width)
+            self._module.launch("k_gate", (-(-width // 2048), tokens), 256, args.GateArgs(x=both, y=gated, width=width))
+            return self.linear(gated, layer.dense.down)
 
     def linear(self, x: Tensor, weight: object) -> Tensor:
         """Multiplies with cuBLAS; a quantized weight is dequantized for the call."""
@@ -412,6 +435,14 @@ class DecodeStep:
         self._module.launch("k_add_norm", (y.shape[0],), 256, args.AddNormArgs(
             residual=residual, delta=delta, scale=scale, y=y, wide=wide, eps=self.decoder.eps, hidden=self.hidden))
         return y
+
+
+def _offloaded_layers(decoder: DecoderWeights) -> LayerStore | None:
+    """Returns the feed-forwards that lie in host memory."""
+    pools = (layer.mlp.pool for layer in decoder.layers if isinstance(layer.mlp, MlpWeights))
+    store = next((pool.store for pool in pools if pool), None)
+    assert isinstance(store, LayerStore | None)
+    return store
 
 
 def _compact(memory: Tensor, tokens: int, width: int) -> Tensor:

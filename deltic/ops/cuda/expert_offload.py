@@ -360,7 +360,7 @@ def pinned(rows: int, columns: int) -> Tensor:
     memory = reserve((rows, columns), torch.uint8).numpy()  # large pages: the host may stream it too
     runtime, address = torch.cuda.cudart(), memory.ctypes.data
     if int(runtime.cudaHostRegister(address, memory.nbytes, 3)):  # for all contexts, and mapped
-        raise ModelError(f"{memory.nbytes >> 20} MiB of the host's memory for experts cannot be pinned: there is too "
+        raise ModelError(f"{memory.nbytes >> 20} MiB of the host's memory for weights cannot be pinned: there is too "
                          "little, or the system allows less (ulimit -l)")
     weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
     return torch.from_numpy(memory)  # keeps the array alive

@@ -19,7 +19,7 @@ from deltic.ops.cuda.layout import (
     TWO_BLOCKS_SHARED_BYTES,
     WARPS,
 )
-from deltic.ops.cuda.moe import ExpertsShape
+from deltic.ops.cuda.moe import ExpertsShape, host_entries
 from deltic.ops.cuda.quantized import KINDS, Tiles
 from deltic.ops.cuda.quantized_moe import PackedShape, experts_shape
 from deltic.ops.cuda.quantized_product import PackedMultiply, parts_of, product_of
@@ -31,6 +31,7 @@ from deltic.ops.types import (
     DecoderWeights,
     GdnSpec,
     GdnWeights,
+    MlpWeights,
     MoeWeights,
     Weight,
 )
@@ -134,6 +135,7 @@ class Shapes:
     delta_logs: states have delta logs.
     experts: of the mixture-of-experts layers.
     kv, state: the kernels' types of keys and values (kernels/kv.cuh), and of states.
+    host: hidden size, if the host computes the feed-forward of dense layers; else 0.
     form: of the attention layers (kernels/attention.cuh).
     card: for which the kernels are made.
     """
@@ -145,6 +147,7 @@ class Shapes:
     parts: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict, compare=False)
     delta_logs: bool = False
     experts: ExpertsShape | None = None
+    host: int = 0
     kv: str = "u16"
     state: str = "float"
     form: int = 3
@@ -175,6 +178,8 @@ class Shapes:
             files.append("packed")
         if self.experts:
             files += self.experts.files
+        if self.host:
+            files += ["experts", "beside"]
         text = [state_header(self.state), headers(*files), *self._products()]
         text += [entry(name, type, "256", name) for name, type in (
             ("enter", "Enter"), ("add_norm", "AddNorm"), ("gate", "Gate"))]
@@ -195,6 +200,7 @@ class Shapes:
         if self.gdn and self.delta_logs:
             text.append(entry("append", "Append", "256", "append"))
         text += self.experts.entries() if self.experts else ()
+        text += host_entries(f"{self.host}, 1, 1, false, false") if self.host else ()
         return "".join(text)
 
     def _streams_alone(self, gdn: GdnSpec) -> bool:
@@ -310,8 +316,7 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
                 return None
             found.add(layer.mlp.router, True, STORE)
         else:
-            found.add(layer.dense.gate_up, True, GATE)
-            found.add(layer.dense.down, False, ADD)
+            found.add_dense(layer.dense)
     found.add(decoder.head, True, STORE)
     if isinstance(decoder.head, Tiles):
         found.add(decoder.head, False, STORE)
@@ -329,6 +334,7 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
         parts=found.parts,
         delta_logs=any(state.delta_log is not None for state in views.states),
         experts=experts,
+        host=decoder.embedding.shape[1] if found.asks_host else 0,
         kv=_KV[views.kv[0].keys.dtype] if views.kv else "u16",
         state=STATES[views.states[0].recurrent.dtype] if views.states else "float",
         form=form,
@@ -346,6 +352,7 @@ class _Found:
     products: dict[Multiply | PackedMultiply, None] = field(default_factory=dict)
     parts: dict[int, tuple[Tiles, ...]] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)
+    asks_host: bool = False
     all_known: bool = True
 
     def add(self, weight: Weight, norm: bool, out: int, heads: GdnSpec | None = None) -> None:
@@ -365,6 +372,11 @@ class _Found:
                 self.products[product] = None
         else:
             self.all_known = False
+
+    def add_dense(self, weights: MlpWeights) -> None:
+        self.add(weights.gate_up, True, GATE)
+        self.add(weights.down, False, ADD)
+        self.asks_host |= weights.pool is not None and weights.pool.store.host is not None
 
 
 def form_of(weights: AttentionWeights) -> int:

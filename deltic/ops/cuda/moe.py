@@ -134,9 +134,7 @@ class ExpertsShape:
                 yield entry(f"experts_{kind}_{name}", type, f"{WARPS * 32 + 32}, {resident}",
                              f"experts_{kind}<{few}, {cpp_bool(many)}, {self.ring_offset}{host}>")
         if self.host:
-            yield entry("ask_host", "AskHost", f"{WARPS * 32 + 32}",
-                         f"ask_host<{self.hidden}, {self.template_args}, {cpp_bool(self.normalised)}>")
-            yield entry("add_host", "AddHost", "256", "add_host")
+            yield from host_entries(f"{self.hidden}, {self.template_args}, {cpp_bool(self.normalised)}")
 
     def grouped_entries(self) -> Iterator[str]:
         """Yields the sources of kernels for many tokens."""
@@ -149,6 +147,12 @@ class ExpertsShape:
             for kind, columns, rows in (("gate", self.hidden, 2 * self.size), ("down", self.size, self.hidden)):
                 yield entry(f"grouped_{kind}_{tile}", "Grouped", f"{WARPS * 32 + 32}, {resident}",
                              f"grouped<{columns}, {rows}, {tile}, {stages}, {cpp_bool(kind == 'gate')}>")
+
+
+def host_entries(arguments: str) -> Iterator[str]:
+    """Yields the sources of the kernels that ask the host. arguments: template arguments of `ask_host`."""
+    yield entry("ask_host", "AskHost", f"{WARPS * 32 + 32}", f"ask_host<{arguments}>")
+    yield entry("add_host", "AddHost", "256", "add_host")
 
 
 def shape_of(weights: MoeWeights) -> ExpertsShape | None:

@@ -38,6 +38,7 @@ from deltic.ops.types import (
 
 if TYPE_CHECKING:
     from deltic.ops.cuda.decode import DecodeStep, _DecodeBuffers
+    from deltic.ops.cuda.layer_offload import LayerStream
 
 log = logging.getLogger("deltic")
 _LARGE = 1 << 22
@@ -306,6 +307,7 @@ class _PrefillBuffers:
     turns [T, rotary] float32: rotary angles.
     y, core [T * (values or queries)] bf16: outputs of mixers, and of the delta rule before its norm.
     decode_rows: of the leading rows of one token, as in a decode step; with the same y.
+    stream: copies of feed-forwards from host memory, if there are any.
     """
 
     batch: Batch
@@ -315,6 +317,7 @@ class _PrefillBuffers:
     core: Tensor
     chunks: _Chunks | None
     decode_rows: _DecodeBuffers | None
+    stream: LayerStream | None
 
 
 def plan_of(batch: Batch) -> PrefillPlan:
@@ -426,7 +429,8 @@ class PrefillStep:
                 gates=empty(heads, 4, CHUNK, dtype=torch.float32),
             )
         decode_rows = replace(self._step.begin(plan.decode_rows, "many"), y=y) if plan.decode_rows else None
-        return _PrefillBuffers(batch, plan, turns, y, torch.empty_like(y) if chunks else y[:0], chunks, decode_rows)
+        return _PrefillBuffers(batch, plan, turns, y, torch.empty_like(y) if chunks else y[:0], chunks, decode_rows,
+                               self._step.stream(few=False))
 
     def _layer(
         self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, buffers: _PrefillBuffers
@@ -439,7 +443,7 @@ class PrefillStep:
         else:
             mixed = self._attention(layer, mixer, linear(x, mixer.qkv), buffers)
             delta = linear(mixed, mixer.o_proj)
-        return self._step.feed_forward(layer, residual, delta)
+        return self._step.feed_forward(layer, residual, delta, buffers.stream)
 
     def _norm(self, residual: Tensor, delta: Tensor | None, scale: Tensor) -> Tensor:
         """Adds delta to the residual; returns the norm [T, H] bf16."""

@@ -55,6 +55,14 @@ def serves(type: str, columns: int) -> bool:
     return columns % TILE_COLUMNS == 0 and type in PACKED_FORMATS
 
 
+def packed_bytes(type: str, rows: int, columns: int) -> int | None:
+    """Returns the bytes of a packed matrix; None if it cannot stay packed."""
+    if not serves(type, columns):
+        return None
+    kind = KINDS["Q8_0" if type in _AS_BYTES else type]
+    return -(-rows // TILE_ROWS) * (columns // TILE_COLUMNS) * kind.nbytes
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiles(QTensor):
     """A matrix on a GPU. type: a name in KINDS. data: [units of 8 rows, bytes]; the last unit is padded with zero rows.

@@ -1,4 +1,5 @@
-// Experts of few tokens that the host computes, which is asked and answers inside of the step.
+// Experts of few tokens that the host computes, which is asked and answers inside of the step. The feed-forward of a dense
+// layer is the only one of its expert (E = 1), which all tokens pass.
 //
 // A request lies in memory of the host that both see. Whoever writes it last writes its number, and the kernel behind the
 // products waits until the host has written the same one beside its sums. So one request is on its way at a time, and the
@@ -11,8 +12,8 @@ enum { kNobody, kHost, kLateHost };  // who was asked in this layer
 
 struct AskHost {
     const float *x, *scale;     // [T, H] residual; [H] of the norm
-    const float *logits;        // as of ExpertsGate
-    const u64 *weights;         // [E]: where experts lie; 0: the host has them
+    const float *logits;        // as of ExpertsGate; null if E is 1
+    const u64 *weights;         // [E]: where experts lie; 0: the host has them; null if E is 1
     const i64 *count, *starts;  // as of ExpertsGate
     u32 *state;                 // [kMine + 16]
     u32 *request;               // from here on of the host: [3]: number, layer, tokens
@@ -76,9 +77,11 @@ template <int H, int E, int BEST, bool SHARED, bool NORMALISED> DEVICE void ask_
     } else {
         int found = 0;
         if (real) {
-            choose_experts<E, BEST, NORMALISED>(a.logits + i64(token) * (E + SHARED), expert, share);
+            if constexpr (E > 1) choose_experts<E, BEST, NORMALISED>(a.logits + i64(token) * (E + SHARED), expert, share);
+            else expert[0] = 0, share[0] = 1;
+            __syncwarp();
             for (int j = lane; j < (BEST + 31) / 32 * 32; j += 32) {
-                const bool own = j < BEST && !__ldg(a.weights + expert[j < BEST ? j : 0]);
+                const bool own = j < BEST && (E == 1 || !__ldg(a.weights + expert[j < BEST ? j : 0]));
                 const u32 any = __ballot_sync(~0u, own);
                 if (own && !late) {
                     const int at = token * BEST + found + __popc(any & ((1u << lane) - 1));

@@ -1,0 +1,283 @@
+"""Dense models that do not fit a GPU: how many layers' feed-forwards lie in host memory, and how they are placed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from deltic.cache.memory_plan import MemoryPlan, extra_slots
+from deltic.config import EngineConfig, ModelConfig, available_memory
+from deltic.errors import ConfigError
+from deltic.ops.cpu import missing
+from deltic.ops.cpu.experts import OffloadedExperts
+from deltic.ops.cuda.card import card_of
+from deltic.ops.cuda.expert_offload import HostExperts, hosted_experts
+from deltic.ops.cuda.kernel_config import UNTRIED_KV
+from deltic.ops.cuda.layer_offload import BUFFERS, MATRICES, HostLayer, LayerStore, host_layer
+from deltic.ops.types import Block, ExpertPool, Weight
+from deltic.params import Draft
+from deltic.runner.expert_offload import host_share, offload_threads
+from deltic.runner.memory import SHARE, CardMemory, expected_card, free_on_card
+
+log = logging.getLogger("deltic")
+
+_CONTEXT = 16384
+"""Tokens of context for which feed-forwards leave a GPU if the options ask for none."""
+_KEPT_STATES = 1
+"""States beside those of running sequences: without one each turn would compute its whole conversation again."""
+_MARGIN = 256 << 20
+"""Bytes that weights may take beyond their size: allocators round up."""
+
+PlanCache = Callable[[EngineConfig, CardMemory], MemoryPlan]
+"""Plans the cache of a model on a GPU whose memory is divided so. Raises ConfigError if it holds nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """Which feed-forwards lie in host memory.
+
+    layers: their layers, ascending. nbytes: of them. buffers: bytes on the GPU through which they pass. context: tokens
+    for which they left it. note: what was traded for what.
+    """
+
+    layers: tuple[int, ...] = ()
+    nbytes: int = 0
+    buffers: int = 0
+    context: int = 0
+    note: str = ""
+
+    def of(self, card: CardMemory) -> CardMemory:
+        """Returns a GPU's memory without these weights. card: with all of them."""
+        return replace(card, taken=card.taken - self.nbytes + self.buffers)
+
+    def settle(self, options: EngineConfig) -> EngineConfig:
+        """Returns the options with which the cache is planned."""
+        return replace(options, max_context=self.context) if self.layers else options
+
+    def describe(self, memory: MemoryPlan) -> MemoryPlan:
+        """Returns the plan of the cache with a warning about the layers."""
+        return replace(memory, warnings=(self.note, *memory.warnings)) if self.layers else memory
+
+
+def matrices_of(layer: int) -> tuple[str, ...]:
+    """Returns the names of a feed-forward's matrices."""
+    return tuple(f"model.layers.{layer}.mlp.{part}_proj.weight" for part in MATRICES)
+
+
+def why_not_beside(config: ModelConfig, options: EngineConfig, dtype: str, packs: bool) -> str | None:
+    """Returns why feed-forwards cannot leave the GPU; None if they can. packs: weights stay quantized."""
+    if config.experts:
+        return "its experts can: give `expert_memory`"
+    if options.kv_dtype == "int4" and "Int4" in UNTRIED_KV:
+        return "torch serves `kv_dtype='int4'`"
+    if dtype != "bfloat16" or options.ops or options.debug_layers:
+        return "only deltic's own kernels copy them: use dtype bfloat16, without `ops` and `debug_layers`"
+    if packs and torch.cuda.is_available() and not card_of(torch.device(options.device)).serves_packed:
+        return "the GPU kernels for quantized weights need compute capability 9.0 or later"
+    return None
+
+
+def plan_layers(config: ModelConfig, options: EngineConfig, dtype: str, sizes: Mapping[str, int], others: int,
+                plan: PlanCache) -> LayerPlan:
+    """Returns the plan with the fewest feed-forwards in host memory that leaves the GPU room for the context, or with
+    all of them if no plan does. Call it before the weights are read.
+
+    sizes: bytes of the weights on a GPU by name. others: bytes of other weights that will be read. Raises ConfigError
+    if not even that leaves room for a cache.
+    """
+    whole = sum(sizes.values()) + others
+    card = expected_card(config, options, whole) if options.on_gpu else None
+    packs = sum(sizes.values()) < 2 * config.parameter_count
+    shares = options.memory is None and isinstance(options.speculation, Draft)  # the draft model's size is not known
+    if card is None or shares or why_not_beside(config, options, dtype, packs):
+        return LayerPlan()
+    if _certainly_fits(options, whole):
+        return LayerPlan()
+    layers = [sum(sizes[name] for name in matrices_of(index)) for index in range(config.num_hidden_layers)]
+    choose = partial(_fewest, layers=layers, card=card, plan=partial(_strictly, plan))
+    context = wanted_context(config, options)
+    found = choose(options, context) or _placed(range(len(layers)), layers)
+    if not found.layers:
+        return found
+    found = replace(found, context=context)
+    try:
+        reached = _strictly(plan, found.settle(options), found.of(card))
+    except ConfigError as error:
+        raise ConfigError(f"even with all feed-forwards in host memory, {error}", error.option) from None
+    instead = [*_alternatives(config, options, choose, reached.max_context)]
+    return replace(found, note=_note(config, found, reached, instead))
+
+
+def _certainly_fits(options: EngineConfig, weights: int) -> bool:
+    """True if weights and cache have room, or if no limit is given and the weights take less than half of the room."""
+    if options.memory_bytes is not None:
+        return options.memory_bytes + weights <= free_on_card(options)
+    unlimited = options.gpu_memory is None and options.gpu_memory_utilization is None
+    return unlimited and 2 * weights <= free_on_card(options)
+
+
+def _strictly(plan: PlanCache, options: EngineConfig, card: CardMemory) -> MemoryPlan:
+    """Plans a cache within the GPU's memory, of which steps get their part. Raises ConfigError if there is no room."""
+    if options.memory_bytes is not None and options.memory_bytes > card.left:
+        raise ConfigError(f"memory={options.memory} does not fit the GPU beside the weights: give less", "memory")
+    if options.memory is None and options.gpu_memory is None:
+        options = replace(options, gpu_memory_utilization=options.gpu_memory_utilization or SHARE)
+    return plan(options, card)
+
+
+def wanted_context(config: ModelConfig, options: EngineConfig) -> int:
+    """Returns the tokens of context for which feed-forwards leave the GPU."""
+    return min(options.max_context or _CONTEXT, config.max_position_embeddings)
+
+
+def _fewest(options: EngineConfig, context: int, layers: Sequence[int], card: CardMemory, plan: PlanCache
+            ) -> LayerPlan | None:
+    """context: tokens that the plan must promise, to one sequence unless the options ask for more."""
+    options = replace(options, max_context=context)
+    if options.asks_for_context:
+        options = replace(options, max_batch=1)
+    for count in range(len(layers) + 1):
+        found = _placed(_spread(count, len(layers)), layers)
+        try:
+            memory = plan(options, found.of(_with_margin(card) if 0 < count < len(layers) else card))
+        except ConfigError:
+            continue
+        kept = memory.slots - memory.max_batch - extra_slots(memory.max_batch)
+        enough = kept >= _KEPT_STATES or not options.prefix_cache or not count
+        if enough and memory.max_context >= context and memory.max_batch >= options.max_batch:
+            return found
+    return None
+
+
+def _with_margin(card: CardMemory) -> CardMemory:
+    return replace(card, taken=card.taken + _MARGIN)
+
+
+def _spread(count: int, total: int) -> list[int]:
+    """Returns so many of the numbers below `total`, evenly spread: a layer is copied while others are computed."""
+    return [index for index in range(total) if (index + 1) * count // total > index * count // total]
+
+
+def _placed(chosen: Sequence[int], layers: Sequence[int]) -> LayerPlan:
+    """layers: bytes of each layer's feed-forward."""
+    if not chosen:
+        return LayerPlan()
+    return LayerPlan(tuple(chosen), sum(layers[index] for index in chosen),
+                     BUFFERS * max(layers[index] for index in chosen))
+
+
+def _note(config: ModelConfig, plan: LayerPlan, memory: MemoryPlan, instead: Sequence[str]) -> str:
+    each = plan.nbytes / len(plan.layers) / (1 << 20)
+    return (f"the feed-forwards of {len(plan.layers)} of {config.num_hidden_layers} layers lie in host memory, "
+            f"{plan.nbytes / (1 << 30):.2f} GiB (layers {_ranges(plan.layers)}): the GPU has no room for them beside "
+            f"contexts of up to {memory.max_context:,} tokens. Each costs a step of few tokens the time to read "
+            f"{each:.0f} MiB of host memory" + (f"; instead: {', '.join(instead)}" if instead else ""))
+
+
+def _alternatives(config: ModelConfig, options: EngineConfig, choose: Callable[[EngineConfig, int], LayerPlan | None],
+                  reached: int) -> Iterator[str]:
+    """Describes plans of other contexts or smaller K/V. reached: tokens of context that this plan promises."""
+    context = wanted_context(config, options)
+    longer = options.max_context is None and 2 * reached <= config.max_position_embeddings
+    lengths = [reached // 2, *[2 * reached] * longer]
+    others = [(f"max_context={length}", replace(options, max_context=length)) for length in lengths]
+    if options.kv_dtype == "auto":
+        others += [(f"kv_dtype='{kind}'", replace(options, kv_dtype=kind, max_context=context)) for kind in _kv_types()]
+    for name, other in others:
+        found = choose(other, wanted_context(config, other))
+        if found:
+            tokens = "" if name.startswith("max_context") else f" for {other.max_context:,} tokens"
+            yield f"{len(found.layers)} layers with `{name}`{tokens}"
+
+
+def _kv_types() -> list[str]:
+    return ["fp8", *["int4"] * ("Int4" not in UNTRIED_KV)]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Returns ascending numbers in short: `0-3, 5`."""
+    runs = list[list[int]]()
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def host_computes(options: EngineConfig) -> bool:
+    """True if the host may compute feed-forwards."""
+    return options.expert_compute != "card" and not options.batch_invariant and not missing()
+
+
+def check_host_memory(plan: LayerPlan) -> None:
+    """Raises ConfigError if the host has no room for the feed-forwards. Call it before they are read."""
+    if plan.nbytes > (free := available_memory()):
+        raise ConfigError(f"the host has {free / (1 << 30):.2f} GiB left, which is too little: free some, or take "
+                          f"weights of fewer bits. It is needed because {plan.note}", "gpu_memory")
+
+
+def has_second_form(options: EngineConfig, plan: LayerPlan) -> bool:
+    """True if the host holds quantized feed-forwards in a second form, with which it computes."""
+    if not host_computes(options):
+        return False
+    if available_memory() > 2 * plan.nbytes:
+        return True
+    log.warning("the host has no memory for a second form of %d MiB of feed-forwards, so that the GPU computes them "
+                "all", plan.nbytes >> 20)
+    return False
+
+
+@dataclass(slots=True)
+class LayerOffload:
+    """The feed-forwards in host memory of a loaded model. pools: what each layer of the model has in their place."""
+
+    store: LayerStore
+    pools: list[ExpertPool | None]
+
+    def close(self) -> None:
+        """Logs statistics. Call it after the last step."""
+        if host := self.store.host:
+            log.info("feed-forwards: the host computed %d in %.1f s", host.computed(), host.computing())
+        self.store.close()
+
+
+def place_layers(weights: dict[str, Weight], plan: LayerPlan, options: EngineConfig, count: int) -> LayerOffload:
+    """Moves feed-forwards to pinned host memory, and removes them from the weights. The host computes the share of the
+    options, or the one with which both end at the same time. count: layers of the model."""
+    device, computes = torch.device(options.device), host_computes(options)
+    layers = dict[int, HostLayer]()
+    for index in plan.layers:
+        layers[index] = host_layer([_block(weights.pop(name)) for name in matrices_of(index)], device, computes)
+    store = LayerStore(layers, device)
+    host, hosted = None, list[int]()
+    if computable := store.computable:
+        experts = [own for index in computable if (own := layers[index].expert) is not None]
+        threads = OffloadedExperts(experts, _hidden(layers[computable[0]]), 1, offload_threads(options),
+                                   pinned=device.type == "cuda")
+        rates = threads.rate(), store.copy_rate()
+        share = 1.0 if options.expert_compute == "host" else host_share(*rates)
+        spread = hosted_experts(1, len(computable), share)[0]
+        hosted = [index for index, own in zip(computable, spread.tolist(), strict=True) if own]
+        log.info("feed-forwards in host memory: the host computes %.1f GB/s, the GPU copies %.1f GB/s: in steps of few "
+                 "tokens the host computes %d of %d (expert_compute=%s)", rates[0] / 1e9, rates[1] / 1e9, len(hosted),
+                 len(layers), options.expert_compute)
+        if hosted:
+            host = HostExperts(threads, device)
+        else:
+            threads.close()
+    store.settle(host, hosted)
+    return LayerOffload(store, store.pools(count))
+
+
+def _block(weight: Weight) -> Block:
+    assert not isinstance(weight, tuple)
+    return weight
+
+
+def _hidden(layer: HostLayer) -> int:
+    return int(layer.parts[0].shape[1])
