@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from deltic.cache.manager import HybridCache
 from deltic.engine.engine import Engine
 from deltic.params import EngineRequest, SamplingParams
@@ -18,10 +16,17 @@ def warm_up(runtime: ModelRunner) -> None:
     if not runtime.options.on_gpu:
         return
     runtime.warm_up()
-    engine = Engine(replace(runtime, cache=HybridCache(runtime.pools, reuse=False)))
-    prompt = tuple(range(max(1, min(_PROMPT_TOKENS, engine.max_context - _NEW_TOKENS, runtime.config.vocab_size))))
+    cache, runtime.cache = runtime.cache, HybridCache(runtime.pools, reuse=False)  # of these requests nothing is kept
+    try:
+        _answer(Engine(runtime))
+    finally:
+        runtime.cache = cache
+
+
+def _answer(engine: Engine) -> None:
+    longest = min(_PROMPT_TOKENS, engine.max_context - _NEW_TOKENS, engine.runtime.config.vocab_size)
     for temperature in (0.0, 1.0):
-        engine.add(EngineRequest(str(temperature), prompt, SamplingParams(
+        engine.add(EngineRequest(str(temperature), tuple(range(max(1, longest))), SamplingParams(
             temperature=temperature, top_p=0.9, max_tokens=_NEW_TOKENS, ignore_eos=True)))
         engine.step()
     while engine.has_work:

@@ -14,7 +14,6 @@ from deltic.config import EngineConfig, ModelConfig, available_memory
 from deltic.errors import ConfigError
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.experts import OffloadedExperts
-from deltic.ops.cuda.card import card_of
 from deltic.ops.cuda.expert_offload import HostExperts, hosted_experts
 from deltic.ops.cuda.kernel_config import UNTRIED_KV
 from deltic.ops.cuda.layer_offload import BUFFERS, MATRICES, HostLayer, LayerStore, host_layer
@@ -68,16 +67,14 @@ def matrices_of(layer: int) -> tuple[str, ...]:
     return tuple(f"model.layers.{layer}.mlp.{part}_proj.weight" for part in MATRICES)
 
 
-def why_not_beside(config: ModelConfig, options: EngineConfig, dtype: str, packs: bool) -> str | None:
-    """Returns why feed-forwards cannot leave the GPU; None if they can. packs: weights stay quantized."""
+def why_not_beside(config: ModelConfig, options: EngineConfig, dtype: str) -> str | None:
+    """Returns why feed-forwards cannot leave the GPU; None if they can."""
     if config.experts:
         return "its experts can: give `expert_memory`"
     if options.kv_dtype == "int4" and "Int4" in UNTRIED_KV:
         return "torch serves `kv_dtype='int4'`"
     if dtype != "bfloat16" or options.ops or options.debug_layers:
         return "only deltic's own kernels copy them: use dtype bfloat16, without `ops` and `debug_layers`"
-    if packs and torch.cuda.is_available() and not card_of(torch.device(options.device)).serves_packed:
-        return "the GPU kernels for quantized weights need compute capability 9.0 or later"
     return None
 
 
@@ -91,9 +88,8 @@ def plan_layers(config: ModelConfig, options: EngineConfig, dtype: str, sizes: M
     """
     whole = sum(sizes.values()) + others
     card = expected_card(config, options, whole) if options.on_gpu else None
-    packs = sum(sizes.values()) < 2 * config.parameter_count
     shares = options.memory is None and isinstance(options.speculation, Draft)  # the draft model's size is not known
-    if card is None or shares or why_not_beside(config, options, dtype, packs):
+    if card is None or shares or why_not_beside(config, options, dtype):
         return LayerPlan()
     if _certainly_fits(options, whole):
         return LayerPlan()
