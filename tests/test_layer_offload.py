@@ -33,7 +33,7 @@ from deltic.model.decoder import Decoder, build, feed_forward
 from deltic.ops import reference, select
 from deltic.ops.cpu import missing
 from deltic.ops.cuda import kernel_config
-from deltic.ops.cuda.card import CARDS, default_card
+from deltic.ops.cuda.card import default_card
 from deltic.ops.cuda.decode import DecodeStep, _offloaded_layers
 from deltic.ops.cuda.driver import Module
 from deltic.ops.cuda.kernel_config import STORE, Shapes, _Found
