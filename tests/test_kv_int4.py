@@ -3,8 +3,12 @@ GPU's kernels make of them is in test_cuda_kv_int4.py."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +48,7 @@ from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
 
 SIZES = (16, 32, 64, 128, 256)
-BITS = {KEY_BITS: 0.057, VALUE_BITS: 0.112}
+BITS = {KEY_BITS: 0.048, VALUE_BITS: 0.0935}
 """The error of normally distributed numbers at most."""
 
 # The format
@@ -69,7 +73,7 @@ def test_bytes_are_those_of_the_reference(dim: int, bits: int) -> None:
     assert torch.equal(stored, torch.stack([reference.write_int4(token, bits) for token in x]))
     back = rotated_back(unpack(stored, dim, torch.float64))
     assert relative_rms(back, torch.stack([reference.read_int4(token) for token in stored])) < 1e-12
-    assert 0.02 < (back - x).norm(dim=-1).div(x.norm(dim=-1)).mean() < BITS[bits]
+    assert 0.01 < (back - x).norm(dim=-1).div(x.norm(dim=-1)).mean() < BITS[bits]
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -220,31 +224,44 @@ def test_a_prefix_comes_back_byte_by_byte(kind: str, tmp_path: Path) -> None:
 
 # What it costs
 
-QUESTIONS = ("What is the capital of {}?", "Which language is spoken in {}?", "On which continent is {}?",
-             "Name a city in {}.", "Is {} in Europe?")
-COUNTRIES = ("France", "Italy", "Spain", "Japan", "Brazil", "Egypt", "Kenya", "Peru", "India", "Greece", "Norway",
-             "Chile", "Poland", "Turkey", "Canada", "Mexico", "China", "Sweden", "Portugal", "Austria")
-SUMS = tuple(f"What is {a} {op} {b}?" for a in range(3, 13) for op, b in (("+", 5), ("-", 2), ("*", 3), ("+", 8)))
-PROMPTS = (*(question.format(country) for question in QUESTIONS for country in COUNTRIES), *SUMS,
-           *(f"I have {a} apples and buy {b} more. How many are there?" for a in range(2, 14) for b in range(2, 7)))
-LEAST, MOST = 0.99, 0.035
-"""Least share of greedy tokens of the embedded model that are those over bfloat16 K/V. Most that the perplexity of
-SmolLM2 may rise by, a small model with heads of 64 dimensions."""
+LEAST, LEAST_BEFORE, MOST = 0.99, 0.97, 0.015
+"""Least shares of `equal_greedy_tokens`. Most that the perplexity of SmolLM2 may rise by, a small model with heads of 64
+dimensions."""
+
+
+def equal_greedy_tokens(device: str) -> tuple[float, float]:
+    """Of greedy tokens of the embedded model over bfloat16 K/V, on 200 conversations whose phrasings its training had
+    not: the share that int4 K/V give after the same tokens, and the share before an answer's first other token."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "tiny"))
+    from data import heldout_set
+
+    options: dict[str, Any] = {"device": device, "dtype": "bfloat16", "memory": "256MiB", "speculate": "off"}
+    answers, prompts = list[list[list[int]]](), list[tuple[int, ...]]()
+    for kv in ("auto", "int4"):
+        with LLM("tiny", kv_dtype=kv, **options) as llm:
+            prompts = [llm.chat_processor.chat(sample.messages, tools=sample.tools, variables={
+                "enable_thinking": sample.thinking}).request.prompt for sample in heldout_set(7, 40)]
+            prompts = [prompt for prompt in prompts if len(prompt) < 750]
+            Random(1).shuffle(prompts)
+            outputs = llm.generate(prompts[:200], SamplingParams(temperature=0.0, max_tokens=64))
+        answers.append([list(output.choices[0].tokens) for output in outputs])
+    assert len(answers[0]) == len(answers[1]) == 200
+    session, tokens, same, before = Session("tiny", kv_dtype="int4", max_context=1024, **options), 0, 0, 0
+    for prompt, plain, coarse in zip(prompts, *answers, strict=False):
+        session.reset()
+        logits = session.prefill((*prompt, *plain[:-1]), all_logits=True)[len(prompt) - 1:]
+        same += sum(int(row.argmax()) == token for row, token in zip(logits, plain, strict=True))
+        before += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(plain, coarse, strict=False)))
+        tokens += len(plain)
+    print(f"{same} of {tokens} greedy tokens are the same over int4 K/V, {before} before an answer's first other token")
+    assert tokens > 3000
+    return same / tokens, before / tokens
 
 
 @pytest.mark.slow
 def test_greedy_tokens_of_the_embedded_model() -> None:
-    assert len(PROMPTS) == len({*PROMPTS}) == 200
-    answers = []
-    for kv in ("auto", "int4"):
-        with LLM("tiny", dtype="bfloat16", kv_dtype=kv, memory="128MiB", speculate="off") as llm:
-            prompts = [llm.chat_processor.chat([{"role": "user", "content": text}]).request.prompt for text in PROMPTS]
-            outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=48))
-        answers.append([output.choices[0].tokens for output in outputs])
-    tokens = sum(map(len, answers[0]))
-    same = sum(a == b for one, two in zip(*answers, strict=True) for a, b in zip(one, two, strict=False))
-    print(f"{same / tokens:.2%} of {tokens} greedy tokens are the same over int4 K/V")
-    assert tokens > 1000 and same / tokens >= LEAST
+    same, before = equal_greedy_tokens("cpu")
+    assert same >= LEAST and before >= LEAST_BEFORE
 
 
 @pytest.mark.slow
