@@ -1,5 +1,5 @@
 """Keys and values in four bits: the format, its kernels against the reference, and what of an answer it keeps. What a
-GPU's kernels make of them is in test_cuda_kv_int4.py."""
+GPU's kernels make of them is in test_cuda_kv_dtype.py."""
 
 from __future__ import annotations
 
@@ -225,8 +225,8 @@ def test_a_prefix_comes_back_byte_by_byte(kind: str, tmp_path: Path) -> None:
 # What it costs
 
 LEAST, LEAST_BEFORE, MOST = 0.99, 0.97, 0.015
-"""Least shares of `equal_greedy_tokens`. Most that the perplexity of SmolLM2 may rise by, a small model with heads of 64
-dimensions."""
+"""Least shares of `equal_greedy_tokens`. Most that the perplexity of SmolLM2 may rise by, a small model with heads of
+64 dimensions."""
 
 
 def equal_greedy_tokens(device: str) -> tuple[float, float]:

@@ -3,9 +3,9 @@
 int4: each head vector is rotated (`rotated`), so that its numbers are spread like those of a normal distribution, and
 rounded to 2^bits levels: 5 bits for keys, whose errors change what is attended to, 4 for values. Levels are closer near
 zero, where most numbers are: the level c stands for u * (u^2 + 2 h^2) * scale, with h = 2^(bits - 1) and
-u = c + 3/4 - h, exact in float32. The sign of the scale tells which side has the outermost level. Of twelve scales, six of each
-sign, the vector gets the one whose levels have the largest cosine with it; then the scale is adapted such that the
-product of the rounded vector with the vector itself is right. A vector's bytes depend on nothing else.
+u = c + 3/4 - h, exact in float32. The sign of the scale decides which side has the outermost level. Of twelve scales,
+six of each sign, the vector gets the one whose levels have the largest cosine with it; the scale is then adapted so that
+the product of the rounded vector with the vector itself is right. A vector's bytes depend on nothing else.
 A token has [kv_heads, bits * D / 8 + 2] bytes: the low four bits of all heads, two numbers to a byte; the fifth bits of
 keys, eight to a byte; the bfloat16 scales.
 Queries are rotated in the same way, which leaves their products with keys as they were; outputs are rotated back.
@@ -25,7 +25,7 @@ _LARGEST = 448.0
 _SMALLEST_SCALE = 2.0**-100
 """Vectors of a smaller scale are stored as zeros, so that its inverse is finite."""
 SCALES = tuple(parts / 32 for parts in (22, 25, 28, 30, 32, 35))
-"""The scales that are tried with both signs, in units of the one that makes the outermost level the largest magnitude."""
+"""The scales that are tried with both signs, relative to the one that makes the outermost level the largest number."""
 INVERSE = (0.98277253, -0.32738898, 0.13833282, -0.02469429)
 """Of w = t + t^3 / 2: t is about w times this polynomial of w^2."""
 
