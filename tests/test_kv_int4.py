@@ -3,8 +3,13 @@ GPU's kernels make of them is in test_cuda_kv_dtype.py."""
 
 from __future__ import annotations
 
+import ctypes
+import re
+import shutil
+import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from random import Random
@@ -40,6 +45,7 @@ from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.engine import Engine
 from deltic.errors import ConfigError
 from deltic.ops import Ops, backends, reference
+from deltic.ops.cuda.driver import FOLDER
 from deltic.ops.kv import INT4, KEY_BITS, VALUE_BITS, is_finite, pack, rotated, rotated_back, store, unpack, width
 from deltic.ops.types import AttentionSpec, KvView, Rope, RopeSpec
 from deltic.params import PAGE, EngineRequest
@@ -92,6 +98,99 @@ def test_unusual_numbers(bits: int) -> None:
 def test_it_is_three_and_a_half_times_smaller() -> None:
     for dim, least in ((64, 3.3), (128, 3.4), (256, 3.5)):
         assert 4 * dim / (width(dim, KEY_BITS, INT4) + width(dim, VALUE_BITS, INT4)) > least
+
+
+WARP = """
+#include <algorithm>
+#include <barrier>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <thread>
+#include <vector>
+#define DEVICE inline
+typedef uint8_t u8; typedef uint16_t u16; typedef uint32_t u32; typedef int64_t i64;
+struct uint2 { u32 x, y; };
+using std::max;
+static thread_local struct { int x; } threadIdx;
+static std::barrier meeting(32);
+static u32 seen[32];
+template <class T> T exchange(T own, int other) {  // a lane reads what another one has
+    seen[threadIdx.x] = std::bit_cast<u32>(own);
+    meeting.arrive_and_wait();
+    const u32 found = seen[other];
+    meeting.arrive_and_wait();
+    return std::bit_cast<T>(found);
+}
+template <class T> T __shfl_xor_sync(u32, T own, int apart) { return exchange(own, threadIdx.x ^ apart); }
+template <class T> T __shfl_sync(u32, T own, int lane) { return exchange(own, lane); }
+u32 __reduce_max_sync(u32, u32 own) {
+    for (int apart = 16; apart; apart /= 2) own = max(own, exchange(own, threadIdx.x ^ apart));
+    return own;
+}
+int __popc(u32 x) { return std::popcount(x); }
+u32 __float_as_uint(float x) { return std::bit_cast<u32>(x); }
+float __uint_as_float(u32 x) { return std::bit_cast<float>(x); }
+float __fadd_rn(float a, float b) { return a + b; }
+float __fmul_rn(float a, float b) { return a * b; }
+float __fdiv_rn(float a, float b) { return a / b; }
+template <class T> T __ldcg(const T *p) { return *p; }
+u32 narrow2(float low, float) {
+    const u32 bits = __float_as_uint(low);
+    return low != low ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+template <int N, class KV> struct Vector;
+"""
+"""What kernels use of CUDA, with a thread for each lane of a warp."""
+CALLS = """
+template <int D, int BITS> void run(const float *x, u8 *pool, float *back, int tokens, int heads) {
+    std::vector<std::thread> lanes;
+    for (int lane = 0; lane < 32; ++lane)
+        lanes.emplace_back([=] {
+            threadIdx.x = lane;
+            for (int item = 0; item < tokens * heads; ++item) {
+                constexpr int N = D / 32;
+                float v[N];
+                std::copy_n(x + item * D + lane * N, N, v);
+                store_int4<D>(pool, BITS == 5, item / heads, item % heads, heads, v);
+                meeting.arrive_and_wait();
+                Int4Vector<D, BITS> kept;
+                kept.read(pool, item / heads, item % heads, heads);
+                for (int i = 0; i < N; ++i) back[item * D + lane * N + i] = kept.at(i) * kept.scale();
+            }
+        });
+    for (auto &lane : lanes) lane.join();
+}
+"""
+
+
+def test_kernels_of_gpus_write_the_same_bytes(tmp_path: Path) -> None:
+    """Their text, compiled for this machine."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++")
+    shared, kernels = ((FOLDER / f"{name}.cuh").read_text(encoding="utf-8") for name in ("common", "kv"))
+    sums = re.search(r"^template <int COUNT> DEVICE void warp_sums.*?^}\n", shared, re.DOTALL | re.MULTILINE)
+    assert sums
+    own = kernels[kernels.index("// ---- Int4"):kernels.index("struct GatherInt4")]
+    kinds = [(dim, bits) for dim in (64, 256) for bits in BITS]
+    calls = "".join(f'extern "C" void run_{dim}_{bits}(const float *x, u8 *pool, float *back, int tokens, int heads) '
+                    f"{{ run<{dim}, {bits}>(x, pool, back, tokens, heads); }}\n" for dim, bits in kinds)
+    source, program, heads = tmp_path / "int4.cpp", tmp_path / "int4.so", 2
+    source.write_text(WARP + sums[0] + own + CALLS + calls, encoding="utf-8")
+    subprocess.run([compiler, "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-pthread", "-shared", "-fPIC",
+                    "-o", str(program), str(source)], check=True)
+    for dim, bits in kinds:
+        x = torch.randn(4, heads, dim, generator=generator(5)) * torch.tensor([1e-4, 1, 100, 0])[:, None, None]
+        found, back = torch.full((4, heads, width(dim, bits, INT4)), 0xee, dtype=INT4), torch.zeros(4, heads, dim)
+        run = partial(getattr(ctypes.CDLL(str(program)), f"run_{dim}_{bits}"),
+                      *(ctypes.c_void_p(each.data_ptr()) for each in (x, found, back)), 4, heads)
+        run()
+        assert float((found != pack(rotated(x), bits)).float().mean()) < 0.01, (dim, bits)
+        assert torch.equal(back, unpack(found, dim, torch.float32)), (dim, bits)
+        x[1, 1, 3] = float("nan")
+        run()
+        assert [is_finite(token) for token in found] == [True, False, True, True]
 
 
 # Options

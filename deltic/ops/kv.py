@@ -4,8 +4,8 @@ int4: each head vector is rotated (`rotated`), so that its numbers are spread li
 rounded to 2^bits levels: 5 bits for keys, whose errors change what is attended to, 4 for values. Levels are closer near
 zero, where most numbers are: the level c stands for u * (u^2 + 2 h^2) * scale, with h = 2^(bits - 1) and
 u = c + 3/4 - h, exact in float32. The sign of the scale decides which side has the outermost level. Of twelve scales,
-six of each sign, the vector gets the one whose levels have the largest cosine with it; the scale is then adapted so that
-the product of the rounded vector with the vector itself is right. A vector's bytes depend on nothing else.
+six of each sign, the vector gets the one whose levels have the largest cosine with it; the scale is then adapted so
+that the product of the rounded vector with the vector itself is right. A vector's bytes depend on nothing else.
 A token has [kv_heads, bits * D / 8 + 2] bytes: the low four bits of all heads, two numbers to a byte; the fifth bits of
 keys, eight to a byte; the bfloat16 scales.
 Queries are rotated in the same way, which leaves their products with keys as they were; outputs are rotated back.
