@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 from random import Random
@@ -44,9 +44,11 @@ from deltic.cache.tensors import page_bytes
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.engine import Engine
 from deltic.errors import ConfigError
-from deltic.ops import Ops, backends, reference
+from deltic.ops import Ops, reference
+from deltic.ops.cpu import overlay
 from deltic.ops.cuda.driver import FOLDER
 from deltic.ops.kv import INT4, KEY_BITS, VALUE_BITS, is_finite, pack, rotated, rotated_back, store, unpack, width
+from deltic.ops.torch import OPS as TORCH
 from deltic.ops.types import AttentionSpec, KvView, Rope, RopeSpec
 from deltic.params import PAGE, EngineRequest
 from deltic.runner.memory import plan_memory
@@ -235,18 +237,31 @@ def rope_of(spec: AttentionSpec) -> Rope:
     return reference.OPS.rope(CASE.batch.positions, RopeSpec(ROPE.theta, spec.rotary_dim))
 
 
+@cache
+def exact_attention(dim: int, dtype: torch.dtype) -> tuple[Tensor, KvView]:
+    """The reference's result and its pages."""
+    view, weights = view_of(CASE, SPECS[dim]), attention_weights(3, dtype, SPECS[dim])
+    x = hidden_states(CASE, dtype).double()
+    return reference.attention_mixer(x, weights, view, CASE.fresh(), rope_of(SPECS[dim])), view
+
+
+def compiled_ops(level: str) -> Ops:
+    """Those of csrc at a level. Skips the test where it cannot be had."""
+    try:
+        return overlay(level)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", SPECS)
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("backend", ["torch", "portable", "avx2", "avx512"])
 def test_attention(backend: str, dim: int, dtype: torch.dtype) -> None:
-    ops: Ops | None = backends().get(backend)
-    if ops is None:
-        pytest.skip("the kernels are not compiled")
+    ops: Ops = TORCH if backend == "torch" else compiled_ops(backend)
     spec = SPECS[dim]
     x, weights, view = hidden_states(CASE, dtype), attention_weights(3, dtype, spec), view_of(CASE, spec)
-    slow = KvView(view.keys.clone(), view.values.clone())
     found = ops.attention_mixer(x, weights, view, CASE.fresh(), rope_of(spec))
-    wanted = reference.attention_mixer(x.double(), attention_weights(3, dtype, spec), slow, CASE.fresh(), rope_of(spec))
+    wanted, slow = exact_attention(dim, dtype)
     assert found.dtype == dtype and relative_rms(found, wanted) < {torch.float32: 5e-3, torch.bfloat16: 5e-2}[dtype]
     stored = torch.zeros(CASE.pages * PAGE, dtype=torch.bool)
     stored[CASE.batch.store] = True
