@@ -1,4 +1,5 @@
-// Keys and values in four bits, as deltic/ops/kv.py describes them: rotated heads, rounded to 32 levels (keys) or 16.
+// Keys and values in four bits, as deltic/ops/kv.py describes them: rotated heads, rounded to 32 levels (keys) or 16
+// that lie closer near zero.
 #pragma once
 #include <array>
 #include <bit>
@@ -16,6 +17,10 @@ struct Int4 {
 constexpr int kKeyBits = 5, kValueBits = 4;
 constexpr int64_t kMostDim = 256;
 constexpr float kSmallestScale = 0x1p-100f;
+// Scales that are tried, relative to the one that makes the outermost level the largest magnitude.
+constexpr float kScales[] = {22 / 32.0f, 25 / 32.0f, 28 / 32.0f, 30 / 32.0f, 32 / 32.0f, 35 / 32.0f};
+// Of w = t + t^3 / 2: t is about w times this polynomial of w^2.
+constexpr float kInverse[] = {0.98277253f, -0.32738898f, 0.13833282f, -0.02469429f};
 
 constexpr int64_t int4_width(int64_t dim, int bits) { return dim * bits / 8 + 2; }
 
@@ -60,23 +65,80 @@ template <typename Byte> struct Int4Head {
           scale(token + heads * dim * bits / 8 + head * 2) {}
 };
 
+// What codes stand for, in units of the scale, and which code a number gets.
+struct Levels {
+    float half, middle, twice;
+
+    explicit Levels(int bits) : half(float(1 << (bits - 1))), middle(half - 0.75f), twice(2 * half * half) {}
+    template <typename V> DELTIC_INLINE V at(V codes) const {
+        V u = codes - middle;
+        return u * (u * u + twice);
+    }
+    float largest() const { return at(2 * half - 1); }
+    // t of a scale with either sign, of which `codes` makes codes. x: in units of the levels.
+    DELTIC_INLINE Floats inverse(Floats x, float scale) const {
+        Floats w = x * (0.5f / (half * half * half) / scale), top = splat(1.5f);
+        w = choose(less(w, top), w, top);
+        w = choose(less(-top, w), w, -top);
+        Floats square = w * w;
+        return w * (((square * kInverse[3] + kInverse[2]) * square + kInverse[1]) * square + kInverse[0]);
+    }
+    DELTIC_INLINE Floats codes(Floats t, float sign) const {
+        Floats code = t * (sign * half) + middle, top = splat(2 * half - 1);
+        code = choose(less(code, top), code, top);
+        code = choose(less(Floats{}, code), code, Floats{});
+        return code + 0x1p23f - 0x1p23f;  // to nearest, to even
+    }
+};
+
+// The scale, with its sign, whose levels have the largest cosine with x [dim]; dot: their product.
+struct BestScale {
+    float scale, sign, dot, squares;
+
+    BestScale(const float *x, int64_t dim, const Levels &levels) : scale(kScales[0]), sign(1), dot(0), squares(0) {
+        for (float tried : kScales) {
+            Floats dots[2] = {}, all[2] = {};
+            for (int64_t i = 0; i < dim; i += kLanes) {
+                Floats t = levels.inverse(loadf(x + i), tried);
+                for (int negative = 0; negative < 2; ++negative) {
+                    Floats level = levels.at(levels.codes(t, negative ? -1.0f : 1.0f));
+                    dots[negative] += level * loadf(x + i);
+                    all[negative] += level * level;
+                }
+            }
+            for (int negative = 0; negative < 2; ++negative) {
+                float other = sum_lanes(dots[negative]), others = sum_lanes(all[negative]);
+                if (squares && !(other * other * squares > dot * dot * others)) continue;
+                scale = tried, sign = negative ? -1.0f : 1.0f, dot = other, squares = others;
+            }
+        }
+    }
+};
+
 // x [dim], rotated.
-void write_head(const float *x, int64_t dim, int bits, const Int4Head<uint8_t> &to) {
+void write_head(float *x, int64_t dim, int bits, const Int4Head<uint8_t> &to) {
     uint32_t most = 0;
     for (int64_t i = 0; i < dim; ++i) {
         uint32_t size = std::bit_cast<uint32_t>(x[i]) & 0x7fffffff;  // NaN is larger than all numbers
         most = most < size ? size : most;
     }
-    uint16_t scale;
-    narrow(std::bit_cast<float>(most) / float(1 << (bits - 1)), scale);
-    if (widen(scale) < kSmallestScale) scale = 0;
+    const Levels levels(bits);
+    float unit = std::bit_cast<float>(most) / levels.largest(), inverse = 1.0f / unit;
+    if (unit < kSmallestScale) unit = inverse = 0;
+    Floats squares = {};
+    for (int64_t i = 0; i < dim; i += kLanes) {
+        Floats scaled = loadf(x + i) * inverse;
+        squares += scaled * scaled;
+        store(x + i, scaled);
+    }
+    const BestScale best(x, dim, levels);
+    uint16_t scale = 0;
+    if (unit != 0) narrow(unit * (sum_lanes(squares) / best.dot), scale);
     std::memcpy(to.scale, &scale, 2);
-    float inverse = scale ? 1.0f / widen(scale) : 0.0f, top = float((1 << bits) - 1);
     uint8_t codes[kMostDim];
-    for (int64_t i = 0; i < dim; ++i) {
-        float level = x[i] * inverse + top / 2;
-        level = level > 0.0f ? level : 0.0f;
-        codes[i] = uint8_t(std::bit_cast<uint32_t>((level < top ? level : top) + 0x1p23f));  // to nearest, to even
+    for (int64_t i = 0; i < dim; i += kLanes) {
+        Words code = (Words)(levels.codes(levels.inverse(loadf(x + i), best.scale), best.sign) + 0x1p23f);
+        for (int lane = 0; lane < kLanes; ++lane) codes[i + lane] = uint8_t(code[lane]);
     }
     for (int64_t i = 0; i < dim / 2; ++i) to.low[i] = uint8_t((codes[2 * i] & 15) | codes[2 * i + 1] << 4);
     if (bits == kValueBits) return;
@@ -104,8 +166,9 @@ void read_head(const Int4Head<const uint8_t> &from, int64_t dim, int bits, float
         }
     uint16_t bits16;
     std::memcpy(&bits16, from.scale, 2);
-    Native scale = splat<Native>(widen(bits16)), middle = splat<Native>(float((1 << bits) - 1) / 2);
-    for (int64_t i = 0; i < dim; i += kNative) store(to + i, (to_floats(native_u8(codes + i)) - middle) * scale);
+    const Levels levels(bits);
+    float scale = widen(bits16);
+    for (int64_t i = 0; i < dim; i += kNative) store(to + i, levels.at(to_floats(native_u8(codes + i))) * scale);
 }
 
 }  // namespace

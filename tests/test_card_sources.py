@@ -77,10 +77,10 @@ def test_small_kernels_compile(card: Card, tmp_path: Path, monkeypatch: pytest.M
     for text in (draws_source(), staging.source(), state_delta_log.flush_source(), encoder.encoder_source(1000),
                  encoder.tower_source(1152, 72), bfloat16.source(), prefill.source(bfloat16)):
         check(text, bfloat16)
-    for size in (64, 128):
-        float8 = Shapes((), None, AttentionSpec(16, 4, size, size // 4, True, 1e-6), kv="u8", card=card)
-        for text in (float8.source(), mtp.source(float8, 2048), prefill.source(float8)):
-            check(text, float8)
+    for size, kv in ((64, "u8"), (128, "u8"), (64, "Int4"), (128, "Int4"), (256, "Int4")):
+        small = Shapes((), None, AttentionSpec(16, 4, size, size // 4, True, 1e-6), kv=kv, card=card)
+        for text in (small.source(), mtp.source(small, 2048), prefill.source(small)):
+            check(text, small)
 
 
 def test_restricted_cards() -> None:

@@ -1,10 +1,19 @@
 """Keys and values in four bits: the format, its kernels against the reference, and what of an answer it keeps. What a
-GPU's kernels make of them is in test_cuda_kv_int4.py."""
+GPU's kernels make of them is in test_cuda_kv_dtype.py."""
 
 from __future__ import annotations
 
+import ctypes
+import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from functools import cache, partial
+from itertools import takewhile
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -35,8 +44,11 @@ from deltic.cache.tensors import page_bytes
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.engine import Engine
 from deltic.errors import ConfigError
-from deltic.ops import Ops, backends, reference
+from deltic.ops import Ops, reference
+from deltic.ops.cpu import overlay
+from deltic.ops.cuda.driver import FOLDER
 from deltic.ops.kv import INT4, KEY_BITS, VALUE_BITS, is_finite, pack, rotated, rotated_back, store, unpack, width
+from deltic.ops.torch import OPS as TORCH
 from deltic.ops.types import AttentionSpec, KvView, Rope, RopeSpec
 from deltic.params import PAGE, EngineRequest
 from deltic.runner.memory import plan_memory
@@ -44,7 +56,7 @@ from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
 
 SIZES = (16, 32, 64, 128, 256)
-BITS = {KEY_BITS: 0.057, VALUE_BITS: 0.112}
+BITS = {KEY_BITS: 0.048, VALUE_BITS: 0.0935}
 """The error of normally distributed numbers at most."""
 
 # The format
@@ -69,7 +81,7 @@ def test_bytes_are_those_of_the_reference(dim: int, bits: int) -> None:
     assert torch.equal(stored, torch.stack([reference.write_int4(token, bits) for token in x]))
     back = rotated_back(unpack(stored, dim, torch.float64))
     assert relative_rms(back, torch.stack([reference.read_int4(token) for token in stored])) < 1e-12
-    assert 0.02 < (back - x).norm(dim=-1).div(x.norm(dim=-1)).mean() < BITS[bits]
+    assert 0.01 < (back - x).norm(dim=-1).div(x.norm(dim=-1)).mean() < BITS[bits]
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -88,6 +100,99 @@ def test_unusual_numbers(bits: int) -> None:
 def test_it_is_three_and_a_half_times_smaller() -> None:
     for dim, least in ((64, 3.3), (128, 3.4), (256, 3.5)):
         assert 4 * dim / (width(dim, KEY_BITS, INT4) + width(dim, VALUE_BITS, INT4)) > least
+
+
+WARP = """
+#include <algorithm>
+#include <barrier>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <thread>
+#include <vector>
+#define DEVICE inline
+typedef uint8_t u8; typedef uint16_t u16; typedef uint32_t u32; typedef int64_t i64;
+struct uint2 { u32 x, y; };
+using std::max;
+static thread_local struct { int x; } threadIdx;
+static std::barrier meeting(32);
+static u32 seen[32];
+template <class T> T exchange(T own, int other) {  // a lane reads what another one has
+    seen[threadIdx.x] = std::bit_cast<u32>(own);
+    meeting.arrive_and_wait();
+    const u32 found = seen[other];
+    meeting.arrive_and_wait();
+    return std::bit_cast<T>(found);
+}
+template <class T> T __shfl_xor_sync(u32, T own, int apart) { return exchange(own, threadIdx.x ^ apart); }
+template <class T> T __shfl_sync(u32, T own, int lane) { return exchange(own, lane); }
+u32 __reduce_max_sync(u32, u32 own) {
+    for (int apart = 16; apart; apart /= 2) own = max(own, exchange(own, threadIdx.x ^ apart));
+    return own;
+}
+int __popc(u32 x) { return std::popcount(x); }
+u32 __float_as_uint(float x) { return std::bit_cast<u32>(x); }
+float __uint_as_float(u32 x) { return std::bit_cast<float>(x); }
+float __fadd_rn(float a, float b) { return a + b; }
+float __fmul_rn(float a, float b) { return a * b; }
+float __fdiv_rn(float a, float b) { return a / b; }
+template <class T> T __ldcg(const T *p) { return *p; }
+u32 narrow2(float low, float) {
+    const u32 bits = __float_as_uint(low);
+    return low != low ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+template <int N, class KV> struct Vector;
+"""
+"""What kernels use of CUDA, with a thread for each lane of a warp."""
+CALLS = """
+template <int D, int BITS> void run(const float *x, u8 *pool, float *back, int tokens, int heads) {
+    std::vector<std::thread> lanes;
+    for (int lane = 0; lane < 32; ++lane)
+        lanes.emplace_back([=] {
+            threadIdx.x = lane;
+            for (int item = 0; item < tokens * heads; ++item) {
+                constexpr int N = D / 32;
+                float v[N];
+                std::copy_n(x + item * D + lane * N, N, v);
+                store_int4<D>(pool, BITS == 5, item / heads, item % heads, heads, v);
+                meeting.arrive_and_wait();
+                Int4Vector<D, BITS> kept;
+                kept.read(pool, item / heads, item % heads, heads);
+                for (int i = 0; i < N; ++i) back[item * D + lane * N + i] = kept.at(i) * kept.scale();
+            }
+        });
+    for (auto &lane : lanes) lane.join();
+}
+"""
+
+
+def test_kernels_of_gpus_write_the_same_bytes(tmp_path: Path) -> None:
+    """Their text, compiled for this machine."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++")
+    shared, kernels = ((FOLDER / f"{name}.cuh").read_text(encoding="utf-8") for name in ("common", "kv"))
+    sums = re.search(r"^template <int COUNT> DEVICE void warp_sums.*?^}\n", shared, re.DOTALL | re.MULTILINE)
+    assert sums
+    own = kernels[kernels.index("// ---- Int4"):kernels.index("struct GatherInt4")]
+    kinds = [(dim, bits) for dim in (64, 256) for bits in BITS]
+    calls = "".join(f'extern "C" void run_{dim}_{bits}(const float *x, u8 *pool, float *back, int tokens, int heads) '
+                    f"{{ run<{dim}, {bits}>(x, pool, back, tokens, heads); }}\n" for dim, bits in kinds)
+    source, program, heads = tmp_path / "int4.cpp", tmp_path / "int4.so", 2
+    source.write_text(WARP + sums[0] + own + CALLS + calls, encoding="utf-8")
+    subprocess.run([compiler, "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-pthread", "-shared", "-fPIC",
+                    "-o", str(program), str(source)], check=True)
+    for dim, bits in kinds:
+        x = torch.randn(4, heads, dim, generator=generator(5)) * torch.tensor([1e-4, 1, 100, 0])[:, None, None]
+        found, back = torch.full((4, heads, width(dim, bits, INT4)), 0xee, dtype=INT4), torch.zeros(4, heads, dim)
+        run = partial(getattr(ctypes.CDLL(str(program)), f"run_{dim}_{bits}"),
+                      *(ctypes.c_void_p(each.data_ptr()) for each in (x, found, back)), 4, heads)
+        run()
+        assert float((found != pack(rotated(x), bits)).float().mean()) < 0.01, (dim, bits)
+        assert torch.equal(back, unpack(found, dim, torch.float32)), (dim, bits)
+        x[1, 1, 3] = float("nan")
+        run()
+        assert [is_finite(token) for token in found] == [True, False, True, True]
 
 
 # Options
@@ -132,18 +237,31 @@ def rope_of(spec: AttentionSpec) -> Rope:
     return reference.OPS.rope(CASE.batch.positions, RopeSpec(ROPE.theta, spec.rotary_dim))
 
 
+@cache
+def exact_attention(dim: int, dtype: torch.dtype) -> tuple[Tensor, KvView]:
+    """The reference's result and its pages."""
+    view, weights = view_of(CASE, SPECS[dim]), attention_weights(3, dtype, SPECS[dim])
+    x = hidden_states(CASE, dtype).double()
+    return reference.attention_mixer(x, weights, view, CASE.fresh(), rope_of(SPECS[dim])), view
+
+
+def compiled_ops(level: str) -> Ops:
+    """Those of csrc at a level. Skips the test where it cannot be had."""
+    try:
+        return overlay(level)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", SPECS)
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("backend", ["torch", "portable", "avx2", "avx512"])
 def test_attention(backend: str, dim: int, dtype: torch.dtype) -> None:
-    ops: Ops | None = backends().get(backend)
-    if ops is None:
-        pytest.skip("the kernels are not compiled")
+    ops: Ops = TORCH if backend == "torch" else compiled_ops(backend)
     spec = SPECS[dim]
     x, weights, view = hidden_states(CASE, dtype), attention_weights(3, dtype, spec), view_of(CASE, spec)
-    slow = KvView(view.keys.clone(), view.values.clone())
     found = ops.attention_mixer(x, weights, view, CASE.fresh(), rope_of(spec))
-    wanted = reference.attention_mixer(x.double(), attention_weights(3, dtype, spec), slow, CASE.fresh(), rope_of(spec))
+    wanted, slow = exact_attention(dim, dtype)
     assert found.dtype == dtype and relative_rms(found, wanted) < {torch.float32: 5e-3, torch.bfloat16: 5e-2}[dtype]
     stored = torch.zeros(CASE.pages * PAGE, dtype=torch.bool)
     stored[CASE.batch.store] = True
@@ -220,47 +338,62 @@ def test_a_prefix_comes_back_byte_by_byte(kind: str, tmp_path: Path) -> None:
 
 # What it costs
 
-QUESTIONS = ("What is the capital of {}?", "Which language is spoken in {}?", "On which continent is {}?",
-             "Name a city in {}.", "Is {} in Europe?")
-COUNTRIES = ("France", "Italy", "Spain", "Japan", "Brazil", "Egypt", "Kenya", "Peru", "India", "Greece", "Norway",
-             "Chile", "Poland", "Turkey", "Canada", "Mexico", "China", "Sweden", "Portugal", "Austria")
-SUMS = tuple(f"What is {a} {op} {b}?" for a in range(3, 13) for op, b in (("+", 5), ("-", 2), ("*", 3), ("+", 8)))
-PROMPTS = (*(question.format(country) for question in QUESTIONS for country in COUNTRIES), *SUMS,
-           *(f"I have {a} apples and buy {b} more. How many are there?" for a in range(2, 14) for b in range(2, 7)))
-LEAST, MOST = 0.99, 0.035
-"""Least share of greedy tokens of the embedded model that are those over bfloat16 K/V. Most that the perplexity of
-SmolLM2 may rise by, a small model with heads of 64 dimensions."""
+LEAST, LEAST_BEFORE, MOST, MOST_DIVERGENCE = 0.99, 0.97, 0.02, 0.015
+"""Least shares of `equal_greedy_tokens`. Most that the perplexity of SmolLM2 may rise by, a small model with heads of
+64 dimensions, and most that its distributions may differ (Kullback-Leibler, in nats a token)."""
+
+
+def equal_greedy_tokens(device: str) -> tuple[float, float]:
+    """Of greedy tokens of the embedded model over bfloat16 K/V, on 200 conversations whose phrasings its training had
+    not: the share that int4 K/V give after the same tokens, and the share before an answer's first other token."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "tiny"))
+    from data import heldout_set
+
+    options: dict[str, Any] = {"device": device, "dtype": "bfloat16", "memory": "256MiB", "speculate": "off"}
+    answers, prompts = list[list[list[int]]](), list[tuple[int, ...]]()
+    for kv in ("auto", "int4"):
+        with LLM("tiny", kv_dtype=kv, **options) as llm:
+            prompts = [llm.chat_processor.chat(sample.messages, tools=sample.tools, variables={
+                "enable_thinking": sample.thinking}).request.prompt for sample in heldout_set(7, 40)]
+            prompts = [prompt for prompt in prompts if len(prompt) < 750]
+            Random(1).shuffle(prompts)
+            outputs = llm.generate(prompts[:200], SamplingParams(temperature=0.0, max_tokens=64))
+        answers.append([list(output.choices[0].tokens) for output in outputs])
+    assert len(answers[0]) == len(answers[1]) == 200
+    session, tokens, same, before = Session("tiny", kv_dtype="int4", max_context=1024, **options), 0, 0, 0
+    for prompt, plain, coarse in zip(prompts, *answers, strict=False):
+        session.reset()
+        logits = session.prefill((*prompt, *plain[:-1]), all_logits=True)[len(prompt) - 1:]
+        same += sum(int(row.argmax()) == token for row, token in zip(logits, plain, strict=True))
+        before += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(plain, coarse, strict=False)))
+        tokens += len(plain)
+    print(f"{same} of {tokens} greedy tokens are the same over int4 K/V, {before} before an answer's first other token")
+    assert tokens > 3000
+    return same / tokens, before / tokens
 
 
 @pytest.mark.slow
 def test_greedy_tokens_of_the_embedded_model() -> None:
-    assert len(PROMPTS) == len({*PROMPTS}) == 200
-    answers = []
-    for kv in ("auto", "int4"):
-        with LLM("tiny", dtype="bfloat16", kv_dtype=kv, memory="128MiB", speculate="off") as llm:
-            prompts = [llm.chat_processor.chat([{"role": "user", "content": text}]).request.prompt for text in PROMPTS]
-            outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=48))
-        answers.append([output.choices[0].tokens for output in outputs])
-    tokens = sum(map(len, answers[0]))
-    same = sum(a == b for one, two in zip(*answers, strict=True) for a, b in zip(one, two, strict=False))
-    print(f"{same / tokens:.2%} of {tokens} greedy tokens are the same over int4 K/V")
-    assert tokens > 1000 and same / tokens >= LEAST
+    same, before = equal_greedy_tokens("cpu")
+    assert same >= LEAST and before >= LEAST_BEFORE
 
 
 @pytest.mark.slow
 def test_perplexity_of_a_real_model() -> None:
-    losses, window, windows = [], 1024, 12
+    """The divergence from the distributions over bfloat16 K/V says more than the rise of the perplexity, which moves by
+    0.4 % with the text."""
+    loss, divergence, window, windows = [0.0, 0.0], 0.0, 1024, 12
     with LLM(smollm2(), memory="64MiB", max_context=64) as llm:
         ids = llm.chat_processor.tokenizer.encode(documents())
-    for kv in ("auto", "int4"):
-        session = Session(smollm2(), "bfloat16", kv_dtype=kv, memory="256MiB", max_context=window + 64, speculate="off")
-        losses.append(0.0)
-        for start in range(0, window * windows, window):
-            tokens = ids[start:start + window]
+    sessions = [Session(smollm2(), "bfloat16", kv_dtype=kv, memory="256MiB", max_context=window + 64, speculate="off")
+                for kv in ("auto", "int4")]
+    for start in range(0, window * windows, window):
+        tokens, found = ids[start:start + window], list[Tensor]()
+        for which, session in enumerate(sessions):
             session.reset()
-            logits = session.prefill(tokens, all_logits=True)
-            loss = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]))
-            losses[-1] += float(loss) / windows
-    rise = torch.tensor(losses[1] - losses[0]).exp().item() - 1
-    print(f"the perplexity rises by {rise:.2%} over int4 K/V")
-    assert 0.0005 < rise < MOST
+            found.append(session.prefill(tokens, all_logits=True).float().log_softmax(-1))
+            loss[which] += float(torch.nn.functional.nll_loss(found[-1][:-1], torch.tensor(tokens[1:]))) / windows
+        divergence += float((found[0].exp() * (found[0] - found[1])).sum(-1).mean()) / windows
+    rise = torch.tensor(loss[1] - loss[0]).exp().item() - 1
+    print(f"the perplexity rises by {rise:.2%} over int4 K/V, the divergence is {divergence:.4f}")
+    assert 0.0005 < rise < MOST and 0.001 < divergence < MOST_DIVERGENCE

@@ -34,7 +34,7 @@ log = logging.getLogger("deltic")
 
 _SPANS = 32
 """A prefix from a tier is copied span by span to at most so many spans of the pool, and else by an index."""
-STATE_LAYOUT = 1
+STATE_LAYOUT = 2
 """Grows when the meaning of pages or slots changes, so that items of older versions are not used."""
 
 

@@ -1,16 +1,20 @@
 """K/V in pages: the model's dtype, float8 e4m3 with a scale of 1, or int4.
 
-int4: each head vector is rotated (`rotated`), so that its numbers are alike in size, and rounded to 2^bits levels
-around zero: 5 bits for keys, whose errors change what is attended to, 4 for values. The level c stands for
-(c - (2^bits - 1) / 2) * scale; scale is the largest magnitude over 2^(bits - 1). A token has
-[kv_heads, bits * D / 8 + 2] bytes: the low four bits of all heads, two numbers to a byte; the fifth bits of keys, eight
-to a byte; the bfloat16 scales.
+int4: each head vector is rotated (`rotated`), so that its numbers are spread like those of a normal distribution, and
+rounded to 2^bits levels: 5 bits for keys, whose errors change what is attended to, 4 for values. Levels are closer near
+zero, where most numbers are: the level c stands for u * (u^2 + 2 h^2) * scale, with h = 2^(bits - 1) and
+u = c + 3/4 - h, exact in float32. The sign of the scale decides which side has the outermost level. Of twelve scales,
+six of each sign, the vector gets the one whose levels have the largest cosine with it; the scale is then adapted so
+that the product of the rounded vector with the vector itself is right. A vector's bytes depend on nothing else.
+A token has [kv_heads, bits * D / 8 + 2] bytes: the low four bits of all heads, two numbers to a byte; the fifth bits of
+keys, eight to a byte; the bfloat16 scales.
 Queries are rotated in the same way, which leaves their products with keys as they were; outputs are rotated back.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -20,6 +24,10 @@ KEY_BITS, VALUE_BITS = 5, 4
 _LARGEST = 448.0
 _SMALLEST_SCALE = 2.0**-100
 """Vectors of a smaller scale are stored as zeros, so that its inverse is finite."""
+SCALES = tuple(parts / 32 for parts in (22, 25, 28, 30, 32, 35))
+"""The scales that are tried with both signs, relative to the one that makes the outermost level the largest number."""
+INVERSE = (0.98277253, -0.32738898, 0.13833282, -0.02469429)
+"""Of w = t + t^3 / 2: t is about w times this polynomial of w^2."""
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -102,21 +110,46 @@ def rotated_back(x: Tensor) -> Tensor:
     return _hadamard(wide) * _signs(x.shape[-1], x.device)
 
 
+def curve(u: Tensor, half: float) -> Tensor:
+    """Returns the levels, in units of the scale."""
+    return u * (u * u + 2 * half * half)
+
+
 def pack(x: Tensor, bits: int) -> Tensor:
     """x [T, kv_heads, D], rotated -> bytes [T, kv_heads, width]. What is not finite gets a scale that is not."""
-    middle = (2**bits - 1) / 2
-    scale = (x.abs().amax(-1) * 2.0**(1 - bits)).bfloat16()
-    scale = torch.where(scale < _SMALLEST_SCALE, 0, scale)
-    inverse = torch.where(scale == 0, 0, 1 / scale.to(x.dtype))
-    codes = (x * inverse[..., None] + middle).nan_to_num(0).round().clamp(0, 2 * middle).to(torch.uint8)
+    half = 2.0**(bits - 1)
+    largest = (half - 0.25) * ((half - 0.25) ** 2 + 2 * half * half)
+    unit = x.abs().amax(-1, keepdim=True) / largest
+    unit = torch.where(unit < _SMALLEST_SCALE, 0, unit)
+    x = x * torch.where(unit == 0, 0, 1 / unit)
+    codes, dot, norm = _round(x, SCALES[0], 1.0, half)
+    for scale, sign in product(SCALES, (1.0, -1.0)):
+        others, other_dot, other_norm = _round(x, scale, sign, half)
+        better = other_dot * other_dot * norm > dot * dot * other_norm
+        codes = torch.where(better, others, codes)
+        dot, norm = torch.where(better, other_dot, dot), torch.where(better, other_norm, norm)
+    scales = torch.where(unit == 0, 0, unit * ((x * x).sum(-1, keepdim=True) / dot)).bfloat16()
+    codes = codes.to(torch.uint8)
     even, odd = (codes & 15).unflatten(-1, (-1, 2)).unbind(-1)
     parts = [even | odd << 4]
     if bits == KEY_BITS:
         eighths = (codes >> 4).unflatten(-1, (-1, 8))
         parts.append((eighths << torch.arange(8, device=x.device)).sum(-1).to(torch.uint8))
-    parts.append(scale[..., None].contiguous().view(torch.uint8))
+    parts.append(scales.contiguous().view(torch.uint8))
     whole: Tensor = torch.cat([part.flatten(-2) for part in parts], -1).unflatten(-1, (x.shape[-2], -1))
     return whole
+
+
+def _round(x: Tensor, scale: float, sign: float, half: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x, whose largest magnitude is that of the outermost level -> the codes with a scale, their levels' product with
+    x, and their sum of squares."""
+    w = (x * (0.5 * half**-3 / scale)).clamp(-1.5, 1.5)
+    square, inverse = w * w, torch.full_like(w, INVERSE[-1])
+    for factor in INVERSE[-2::-1]:
+        inverse = inverse * square + factor
+    codes = (w * inverse * (sign * half) + (half - 0.75)).nan_to_num(0).clamp(0, 2 * half - 1).round()
+    levels = curve(codes - (half - 0.75), half)
+    return codes, (levels * x).sum(-1, keepdim=True), (levels * levels).sum(-1, keepdim=True)
 
 
 def unpack(stored: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
@@ -128,5 +161,6 @@ def unpack(stored: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     if bits == KEY_BITS:
         fifths = (high[..., None] >> torch.arange(8, device=stored.device, dtype=torch.uint8) & 1).flatten(-2)
         codes = codes | fifths << 4
-    levels: Tensor = (codes.float() - (2**bits - 1) / 2).unflatten(-1, (heads, dim))
-    return torch.mul(levels, scale.contiguous().view(torch.bfloat16)[..., None].float()).to(dtype)
+    half, wide = 2.0**(bits - 1), torch.promote_types(dtype, torch.float32)
+    levels = curve(codes.to(wide) - (half - 0.75), half).unflatten(-1, (heads, dim))
+    return torch.mul(levels, scale.contiguous().view(torch.bfloat16)[..., None].to(wide)).to(dtype)

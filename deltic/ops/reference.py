@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 
 import torch
 from torch import Tensor
@@ -509,19 +510,43 @@ def hadamard(size: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64) * float(size**-0.5)
 
 
+def _level(code: int, bits: int) -> float:
+    half = 2 ** (bits - 1)
+    place = code + 0.75 - half
+    return float(place * (place * place + 2 * half * half))
+
+
+def _nearest_levels(numbers: list[float], scale: float, bits: int) -> list[int]:
+    """numbers: in units of the levels; each one's code if the levels are multiplied by the scale."""
+    half, codes = 2 ** (bits - 1), list[int]()
+    for number in numbers:
+        w = min(max(number / scale / (2 * half**3), -1.5), 1.5)
+        inverse = 0.98277253 + w**2 * (-0.32738898 + w**2 * (0.13833282 + w**2 * -0.02469429))  # of w = t + t^3 / 2
+        codes.append(min(max(round(w * inverse * half + half - 0.75), 0), 2 * half - 1))
+    return codes
+
+
 def write_int4(x: Tensor, bits: int) -> Tensor:
     """x [kv_heads, D] -> bytes [kv_heads, D * bits / 8 + 2], rotated and rounded (`ops/kv`)."""
-    low, high, scales, most = list[int](), list[int](), list[Tensor](), 2**bits - 1
-    for head in x.to(wide(x)) @ hadamard(x.shape[-1]).to(wide(x)):
-        scale = (head.abs().max() / 2 ** (bits - 1)).to(torch.bfloat16)
-        scale = torch.zeros_like(scale) if scale < 2.0**-100 else scale
-        levels = [] if scale == 0 else (head * (1 / scale.to(head.dtype)) + most / 2).nan_to_num(0).tolist()
-        codes = [min(max(round(level), 0), most) for level in levels] or [(most + 1) // 2] * len(head)
+    low, high, scales = list[int](), list[int](), list[float]()
+    for head in x.double() @ hadamard(x.shape[-1]):
+        unit = float(head.abs().max()) / _level(2**bits - 1, bits)
+        unit = 0.0 if unit < 2.0**-100 else unit
+        numbers = (head / unit if 0 < unit < inf else torch.zeros_like(head)).tolist()
+        best, product, codes = -1.0, 1.0, list[int]()
+        for parts in (22, -22, 25, -25, 28, -28, 30, -30, 32, -32, 35, -35):
+            found = _nearest_levels(numbers, parts / 32, bits)
+            levels = [_level(code, bits) for code in found]
+            dot = sum(level * number for level, number in zip(levels, numbers, strict=True))
+            cosine = dot * dot / sum(level * level for level in levels)
+            if cosine > best:
+                best, product, codes = cosine, dot, found
         low += [codes[i] % 16 + codes[i + 1] % 16 * 16 for i in range(0, len(codes), 2)]
         high += [sum((codes[i + bit] >> 4) << bit for bit in range(8)) for i in range(0, len(codes), 8)]
-        scales.append(scale)
+        squares = sum(number * number for number in numbers)
+        scales.append(unit * squares / product if squares else unit)
     body = torch.tensor(low + (high if bits == 5 else []), dtype=torch.uint8)
-    return torch.cat([body, torch.stack(scales).view(torch.uint8)]).view(len(x), -1)
+    return torch.cat([body, torch.tensor(scales).to(torch.bfloat16).view(torch.uint8)]).view(len(x), -1)
 
 
 def read_int4(stored: Tensor) -> Tensor:
@@ -536,7 +561,7 @@ def read_int4(stored: Tensor) -> Tensor:
         high = flat[heads * size // 2:]
         codes += torch.tensor([[(high[(head * size + i) // 8] >> i % 8 & 1) * 16 for i in range(size)]
                                for head in range(heads)])
-    levels = codes - float(2**bits - 1) / 2
+    levels = torch.tensor([_level(code, bits) for code in range(2**bits)], dtype=torch.float64)[codes]
     return levels * scales.double()[:, None] @ hadamard(size).T
 
 

@@ -95,6 +95,9 @@ struct Int4;
 template <class KV> constexpr bool IS_INT4 = false;
 template <> constexpr bool IS_INT4<Int4> = true;
 constexpr int KEY_BITS = 5, VALUE_BITS = 4;
+// Of w = t + t^3 / 2: t is about w times this polynomial of w^2.
+constexpr float INT4_INVERSE_0 = 0.98277253f, INT4_INVERSE_1 = -0.32738898f, INT4_INVERSE_2 = 0.13833282f,
+                INT4_INVERSE_3 = -0.02469429f;
 
 DEVICE float sign_of(int i) { return __popc(i & i >> 1 & 0x55) & 1 ? -1.f : 1.f; }
 template <int D> constexpr float HADAMARD_FACTOR = D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : 0.0625f;
@@ -133,7 +136,8 @@ template <int D, int N> DEVICE void rotate_back(float (&v)[N], int own, u32 mask
 // A rotated head's numbers, of which a lane of a warp has N. Words: the low four bits of each, then the fifth ones and the
 // scale; with two numbers all in one.
 template <int D, int BITS> struct Int4Vector {
-    static constexpr int N = D / 32, WORDS = N == 2 ? 1 : 2, FIFTHS = N == 2 ? 8 : 0, TOP = (1 << BITS) - 1;
+    static constexpr int N = D / 32, WORDS = N == 2 ? 1 : 2, FIFTHS = N == 2 ? 8 : 0;
+    static constexpr float HALF = 1 << BITS - 1, MIDDLE = HALF - 0.75f, TOP = 2 * HALF - 1;
     u32 w[WORDS];
 
     // Where the parts of a token's head lie.
@@ -179,32 +183,84 @@ template <int D, int BITS> struct Int4Vector {
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) w[i] = 0;
     }
-    // By all lanes. No product is joined with a sum, so that all processors round alike.
+    // The level of a code, in units of `scale`: exact.
+    DEVICE static float level(float code) {
+        const float u = code - MIDDLE;
+        return u * (u * u + 2 * HALF * HALF);
+    }
+    // t of a number in units of the levels, of which `code` makes the code with a scale of either sign. In both, no product
+    // is joined with a sum, so that all processors round alike.
+    DEVICE static float inverse(float x, float factor) {
+        float w = __fmul_rn(x, factor);
+        w = w < 1.5f ? w : 1.5f, w = w > -1.5f ? w : -1.5f;
+        const float square = __fmul_rn(w, w);
+        float y = __fadd_rn(__fmul_rn(square, INT4_INVERSE_3), INT4_INVERSE_2);
+        y = __fadd_rn(__fmul_rn(y, square), INT4_INVERSE_1);
+        return __fmul_rn(w, __fadd_rn(__fmul_rn(y, square), INT4_INVERSE_0));
+    }
+    // As a number behind 2^23, whose lowest bits it is.
+    DEVICE static float code(float t, float sign) {
+        float code = __fadd_rn(__fmul_rn(t, sign * HALF), MIDDLE);
+        code = code < TOP ? code : TOP, code = code > 0 ? code : 0;
+        return __fadd_rn(code, 8388608.f);
+    }
+    // By all lanes.
     DEVICE void round(const float (&v)[N]) {
         u32 most = 0;
 #pragma unroll
         for (int i = 0; i < N; ++i) most = max(most, __float_as_uint(v[i]) & 0x7fffffff);  // NaN is the largest
         most = __reduce_max_sync(~0u, most);
-        u32 scale = narrow2(__uint_as_float(most) * (1.f / (1 << BITS - 1)), 0.f) & 0xffff;
-        if (__uint_as_float(scale << 16) < 0x1p-100f) scale = 0;
-        const float inverse = scale ? __fdiv_rn(1.f, __uint_as_float(scale << 16)) : 0.f;
+        float unit = __fdiv_rn(__uint_as_float(most), level(TOP));
+        if (unit < 0x1p-100f) unit = 0;
+        const float back = unit == 0 ? 0.f : __fdiv_rn(1.f, unit);
+        float x[N], squares[2] = {};
+#pragma unroll
+        for (int i = 0; i < N; ++i) x[i] = __fmul_rn(v[i], back), squares[0] = __fadd_rn(squares[0], __fmul_rn(x[i], x[i]));
+        warp_sums(squares);
+        float factor = 0, sign = 1, dot = 0, norm = 0;  // of the scale whose levels have the largest cosine with x
+#pragma unroll 1
+        for (int turn = 0; turn < 3; ++turn) {
+            float sums[8] = {}, factors[2];  // of two scales with both signs: the levels' products with x and with themselves
+#pragma unroll
+            for (int s = 0; s < 2; ++s) {
+                const int parts = turn == 0 ? 22 + 3 * s : turn == 1 ? 28 + 2 * s : 32 + 3 * s;
+                factors[s] = __fdiv_rn(0.5f / (HALF * HALF * HALF), parts * (1.f / 32));
+#pragma unroll
+                for (int i = 0; i < N; ++i) {
+                    const float t = inverse(x[i], factors[s]);
+#pragma unroll
+                    for (int n = 0; n < 2; ++n) {
+                        const float own = level(code(t, n ? -1.f : 1.f) - 8388608.f);
+                        float *const sum = sums + s * 4 + n * 2;
+                        sum[0] = __fadd_rn(sum[0], __fmul_rn(own, x[i])), sum[1] = __fadd_rn(sum[1], __fmul_rn(own, own));
+                    }
+                }
+            }
+            warp_sums(sums);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float other = sums[2 * k], others = sums[2 * k + 1];
+                if (norm == 0 || __fmul_rn(__fmul_rn(other, other), norm) > __fmul_rn(__fmul_rn(dot, dot), others))
+                    factor = factors[k / 2], sign = k % 2 ? -1.f : 1.f, dot = other, norm = others;
+            }
+        }
+        const float scale = unit == 0 ? 0.f : __fmul_rn(unit, __fdiv_rn(squares[0], dot));
         u32 low = 0, fifths = 0;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            float level = __fadd_rn(__fmul_rn(v[i], inverse), TOP / 2.f);
-            level = level > 0 ? level : 0;
-            const u32 code = __float_as_uint(__fadd_rn(level < TOP ? level : TOP, 8388608.f));
-            low |= (code & 15) << 4 * i, fifths |= (code >> 4 & 1) << i;
+            const u32 own = __float_as_uint(code(inverse(x[i], factor), sign));
+            low |= (own & 15) << 4 * i, fifths |= (own >> 4 & 1) << i;
         }
-        const u32 rest = scale << 16 | fifths << FIFTHS;
+        const u32 rest = narrow2(scale, 0.f) << 16 | fifths << FIFTHS;
         if constexpr (N == 2) w[0] = low | rest;
         else w[0] = low, w[1] = rest;
     }
-    // In units of `scale`. The bits of 2^22 + code, whose last place counts a half.
+    // In units of `scale`.
     DEVICE float at(int i) const {
         u32 code = w[0] >> 4 * i & 15;
         if constexpr (BITS == 5) code |= (w[WORDS - 1] >> i + FIFTHS & 1) << 4;
-        return __uint_as_float(0x4a800000 | code << 1) - (4194304.f + TOP / 2.f);
+        const float u = __uint_as_float(0x4a000000 | code << 2) - (2097152.f + MIDDLE);  // the bits of 2^21 + code
+        return u * (u * u + 2 * HALF * HALF);
     }
     DEVICE float scale() const { return __uint_as_float(w[WORDS - 1] & 0xffff0000); }
 };
