@@ -230,8 +230,8 @@ def _serve(args: argparse.Namespace) -> None:
             words.tokenizer._bytes[token] = f" w{token}".encode()
     llm._chat_processor, llm.runtime.path = words, resolve(None)
     params = SamplingParams(temperature=0, max_tokens=args.new, ignore_eos=True, max_repeat=0)
+    llm.warm_up()
     with llm.worker.hold() as engine:
-        llm.runtime.warm_up()
         for first, count in ((1 << 20, args.batch), (1 << 21, args.offline)):  # the first ones warm up
             for index in range(count):
                 engine.add(EngineRequest(str(index), tuple(_prompt(args, first + index)), params))

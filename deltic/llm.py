@@ -391,7 +391,8 @@ class LLM:
         def prepare(_: Engine) -> None:
             for tier in self.runtime.cache.tiers:
                 tier.prepare()
-            warm_up(self.runtime)
+            if isinstance(self.runtime, ModelRunner):  # an exported program is compiled
+                warm_up(self.runtime)
         self.worker.execute(prepare)
 
     def profile(self) -> AbstractContextManager[Profile]:

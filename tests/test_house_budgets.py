@@ -18,7 +18,7 @@ LINES = {
     "cli": 4900,
     "config": 1700,
     "embeddings": 2600,
-    "engine": 3350,
+    "engine": 3400,
     "export": 3950,
     "loader": 5950,
     "model": 750,

@@ -104,9 +104,6 @@ class ProgramModel:
         """Samples from logits [L, V] float32, which may be overwritten."""
         return self.ops.sample(logits, sampling)
 
-    def warm_up(self) -> None:
-        """Does nothing: all code is compiled."""
-
     def _drop_unowned(self) -> None:
         """Frees the sequences of slots without an owner, and with them their KV cache."""
         if self.cache.operations.queued:  # queued copies may still read them
