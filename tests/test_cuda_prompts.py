@@ -160,7 +160,7 @@ def test_delta_rule_alone(runtime: ModelRunner, slow_decay: bool) -> None:
 
 @pytest.mark.parametrize("large", [False, True], ids=["flash", "cudnn"])
 @pytest.mark.parametrize("shape", [[(0, 2)], [(0, 65)], [(40, 130)], [(128, 64)], [(300, 200)], RAGGED,
-                                   [(500, 1), (513, 300), (0, 33)]],
+                                   [(500, 1), (513, 300), (0, 33)], [(900, 100)]],
                          ids=lambda shape: f"{len(shape)}-{shape[-1][1]}")
 @torch.inference_mode()
 def test_attention(runtime: ModelRunner, shape: list[tuple[int, int]], large: bool,

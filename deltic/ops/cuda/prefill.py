@@ -1,7 +1,8 @@
 """Prefill steps on a GPU: linear layers by cuBLAS, attention by torch's flash kernels or cuDNN, the rest by our own.
 
 cuDNN's attention is twice as fast in long contexts, but is built for given lengths (37 ms each) and knows no cached
-prefix: a large row's attention is computed in two parts, its own tokens and what precedes them, joined afterwards.
+prefix: a large row's attention is computed in parts, its own tokens and what precedes them in pieces of few lengths,
+joined afterwards.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ _LARGE = 1 << 22
 _LONG = 1024
 """Tokens that such a row has at least."""
 PREFIX_GRAIN = 1024
-"""The prefix part of such a row is a multiple of it: cuDNN builds a kernel for each length."""
+"""The prefix part of such a row is cut into pieces of so many tokens times a power of two: cuDNN builds a kernel for
+each length."""
+_PREPARED = 4
+"""Prefix pieces, in grains, and sides of squares behind them, for which kernels are built before the first request."""
 _PRODUCT_STEP, _LARGE_PRODUCT = 128, 2048
 """cuBLAS chooses its kernel for a product by the number of tokens, and loads it at first use. A warm-up tries every
 multiple of _PRODUCT_STEP tokens up to _LARGE_PRODUCT, then of four times as many."""
@@ -144,9 +148,16 @@ def _group(batch: Batch, first: int, end: int) -> AttentionGroup:
 
 def _square(tokens: int, context: int) -> CausalSquare:
     before = (context - tokens) % PREFIX_GRAIN
-    side = before + tokens
-    grain = max(64, 1 << side.bit_length() - 4)  # at most an eighth more; eight kernels for each doubling
-    return CausalSquare(context - tokens - before, before, -(-side // grain) * grain)
+    prefix, side = context - tokens - before, before + tokens
+    # at most an eighth more, and eight kernels for each doubling; fewer sides with prefixes, which have lengths too
+    grain = max(64, 1 << side.bit_length() - (3 if prefix else 4))
+    return CausalSquare(prefix, before, -(-side // grain) * grain)
+
+
+def _pieces(prefix: int) -> list[int]:
+    """Returns the lengths of a prefix's pieces, the longest first."""
+    grains = prefix // PREFIX_GRAIN
+    return [PREFIX_GRAIN << bit for bit in reversed(range(grains.bit_length())) if grains >> bit & 1]
 
 
 class Attend:
@@ -166,15 +177,20 @@ class Attend:
                 self._cudnn = False
 
     def prepare(self, spec: AttentionSpec, device: torch.device, most: int) -> None:
-        """Builds cuDNN's kernels for prompts of up to so many tokens without cached ones. They belong to the thread."""
+        """Builds cuDNN's kernels for prompts of up to so many tokens without cached ones, and for their steps if they
+        are read in several. They belong to the thread."""
         if not self._cudnn:
             return
         large = max(_LONG, math.isqrt(_LARGE))
         lengths = [*range(large, most, 64), most] if most >= large else []
-        for side in sorted({_square(tokens, tokens).side for tokens in lengths}):
-            query, keys = (torch.zeros(side, heads, spec.head_dim, dtype=torch.bfloat16, device=device)
-                           for heads in (spec.heads, spec.kv_heads))
-            _cudnn_attention(query, keys, keys, True)
+        behind = min(most, _PREPARED * PREFIX_GRAIN)
+        parts = {_square(tokens, PREFIX_GRAIN + tokens).side for tokens in range(_LONG, behind + 1, 64)}
+        for side in sorted(parts.union(_square(tokens, tokens).side for tokens in lengths)):
+            query = torch.zeros(side, spec.heads, spec.head_dim, dtype=torch.bfloat16, device=device)
+            pieces = [PREFIX_GRAIN << bit for bit in range(_PREPARED.bit_length())] if side in parts else []
+            for length in (side, *pieces):
+                keys = torch.zeros(length, spec.kv_heads, spec.head_dim, dtype=torch.bfloat16, device=device)
+                _cudnn_attention(query, keys, keys, length == side)
 
     def __call__(self, query: Tensor, kv: KvView, group: AttentionGroup) -> AttentionParts:
         """query [PREFIX_GRAIN + T + side of the largest square, heads, D] bfloat16; the tokens' queries begin at
@@ -197,9 +213,10 @@ class Attend:
         near, near_mass = _cudnn_attention(wide, keys[square.prefix:], values[square.prefix:], True)
         if not square.prefix:
             return AttentionParts(near[own])
-        far, far_mass = _cudnn_attention(wide, keys[:square.prefix], values[:square.prefix], False)
-        return AttentionParts(near[own], far[own], near_mass[own], far_mass[own])
-
+        pieces = _pieces(square.prefix)
+        far, far_mass = _joined([_cudnn_attention(wide, k, v, False) for k, v in zip(
+            keys[:square.prefix].split(pieces), values[:square.prefix].split(pieces), strict=True)], own)
+        return AttentionParts(near[own], far, near_mass[own], far_mass)
 
     def _gather(self, pool: Tensor, kernel: str, places: Tensor) -> Tensor:
         """Returns K or V of these places, [n, kv_heads, D] bfloat16, because torch's flash kernels read nothing else.
@@ -220,6 +237,17 @@ def _cudnn_attention(query: Tensor, keys: Tensor, values: Tensor, causal: bool) 
     out, mass, *_ = torch.ops.aten._cudnn_attention_forward(q, k, v, None, None, None, q.shape[2], k.shape[2], True,
                                                             0.0, causal, False)
     return out[0].transpose(0, 1).contiguous(), mass.view(query.shape[1], -1).t().contiguous()
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]], own: slice) -> tuple[Tensor, Tensor]:
+    """Joins attention to several pieces, of these rows: outputs and log-sum-exps as of `_cudnn_attention`."""
+    if len(parts) == 1:
+        return parts[0][0][own], parts[0][1][own]
+    mass = torch.stack([part[own] for _, part in parts]).logsumexp(0)
+    total = torch.zeros(*mass.shape, parts[0][0].shape[-1], device=mass.device)
+    for out, part in parts:
+        total += out[own] * (part[own] - mass).exp()[..., None]
+    return total.bfloat16(), mass
 
 
 # Kernels
