@@ -30,8 +30,8 @@ _CHUNK_TILES = 8
 """Chunks of an input are multiples of so many tiles: one for each warp."""
 _LINE_BYTES = 4 * 144
 """Bytes of a token's columns of a tile, quantized to integers."""
-_LONG_UNITS = 32
-"""Units of a block from which on it may take the next kernel's shared memory."""
+_LONG_TILES = 256
+"""Tiles of a block from which on it may take the next kernel's shared memory."""
 
 
 def parts_of(weight: Weight, gate: bool) -> tuple[Tiles, ...] | None:
@@ -205,7 +205,8 @@ def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head
     units = max(len(part.data) for part in parts)
     sums = -(-units // blocks) * (columns // TILE_COLUMNS * TILE_ROWS * 4)
     room = min(_SHARED_BYTES_BESIDE_NEXT, card.max_shared_bytes) - 1024 - _input(columns, kinds) - sums
-    high = 2 if units > blocks and (room >= 3 * _slot(kinds, 2) or units >= _LONG_UNITS * blocks) else 1
+    long = units * (columns // TILE_COLUMNS) >= _LONG_TILES * blocks
+    high = 2 if units > blocks and (room >= 3 * _slot(kinds, 2) or long) else 1
     return PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice, card)
 
 
