@@ -235,7 +235,8 @@ class HybridCache:
         self.states.flush(cache)
         try:
             self.operations.flush()
-            finite = self.pools.sound((cache.slot, *cache.checkpoint_slots.values()), cache.pages, cache.done)
+            states = cache.slot, *cache.checkpoint_slots.values()
+            finite = cache.done > 0 and self.pools.sound(states, cache.pages, cache.done)
         except Exception:  # such as a shortage of memory
             log.exception("a prefix is not kept, as its tensors could not be checked")
             finite = False

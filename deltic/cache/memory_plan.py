@@ -113,7 +113,9 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
         rows = 1 + min(rows - 1, budget // _ROWS // needs.row_bytes, (budget - smallest) // needs.row_bytes)
     budget -= rows * needs.row_bytes
     if needs.layout:
-        return _share_memory(budget, needs, needs.layout, rows)
+        plan = _share_memory(budget, needs, needs.layout, rows)
+        spare = rows - (plan.rows or 0)  # there are not so many slots
+        return _share_memory(budget + spare * needs.row_bytes, needs, needs.layout, rows - spare) if spare else plan
     batch = _batch(budget, needs)
     warnings = _batch_warnings(budget, needs, batch)
     logs = batch if needs.log_bytes else 0
@@ -146,7 +148,7 @@ def _share_memory(budget: int, needs: MemoryNeeds, layout: FrameLayout, rows: in
     if needs.context_first:
         whole = (1 + layout.frames_for(needs.context_pages)) * layout.unit
         batch = min(batch, max(bisect_right(counts, budget - whole, key=lambda count: count * needs.log_bytes),
-                               bisect_right(counts, budget // 8, key=lambda count: count * sequence)))
+                               bisect_right(counts, budget // 8, key=lambda count: count * sequence + layout.unit)))
     batch = max(1, batch)
     warnings = _batch_warnings(budget, needs, batch)
     logs = batch if needs.log_bytes else 0
