@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis.stateful import initialize, run_state_machine_as_test
 from plain_engine import PlainEngine, serve
 from support import drain, embedded_runtime, examples, greedy, numbers, odd_runtime
-from test_cache_machine import CacheMachine, Naive, leased
+from test_cache_machine import CacheMachine, Naive, hashes, leased, read_kv, read_state
 from test_prefix_tree import ReuseMachine
 
 from deltic.cache.frames import FixedUnits, FrameLayout, SharedUnits
@@ -35,7 +35,7 @@ from deltic.config import PRESETS
 from deltic.engine.engine import Engine
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.errors import ConfigError
-from deltic.ops import backends
+from deltic.ops.torch import OPS as TORCH
 from deltic.ops.kv import FP8, INT4
 from deltic.params import PAGE
 from deltic.runner.input_batch import PageTable
@@ -93,7 +93,7 @@ def test_units_of_different_frames_share_no_byte() -> None:
     assert len(slots) == 4 and len(pages) == 5
     whole = [of_pages | (slots[frame] if frame < 4 else set()) for frame, of_pages in enumerate(pages)]
     assert sum(map(len, whole)) == len(set().union(*whole))
-    assert all(len(slot & of_pages) > 0.9 * len(slot) for slot, of_pages in zip(slots, pages, strict=False))
+    assert all(len(slot & of_pages) >= 0.875 * len(slot) for slot, of_pages in zip(slots, pages, strict=False))
     first, last = min(map(min, whole)), max(map(max, whole))
     assert pools.layout and 4 * (last + 1 - first) <= 5 * pools.layout.size
     rest = [parts((pools.conv,), slot) for slot in range(0, 4 * pools.layout.slot_step, pools.layout.slot_step)]
@@ -115,7 +115,7 @@ def test_pages_lie_within_their_frame(state: int, layers: int, step: int, parts:
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_published_models_lose_a_hundredth_of_a_frame_to_pages(name: str) -> None:
+def test_published_models_lose_a_fiftieth_of_a_frame_to_pages(name: str) -> None:
     config = PRESETS[name]
     for head in (False, True):
         for kv in (None, FP8):
@@ -124,7 +124,7 @@ def test_published_models_lose_a_hundredth_of_a_frame_to_pages(name: str) -> Non
                 if not config.linear_layers:
                     assert layout is None
                     continue
-                assert layout and layout.pages * page_bytes(config, kv or torch.bfloat16, head) > 0.99 * layout.size
+                assert layout and layout.pages * page_bytes(config, kv or torch.bfloat16, head) > 0.98 * layout.size
                 assert layout.unit < 1.06 * slot_bytes(config, torch.bfloat16, head, state)
         assert frame_layout(config, torch.bfloat16, PoolOptions(0, head, kv=INT4)) is None, "values are smaller"
 
@@ -153,9 +153,14 @@ class Contents:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("seed", range(6))
-def test_no_unit_is_lost_or_has_two_roles(layout: FrameLayout, seed: int) -> None:
+def test_no_unit_is_lost_or_has_two_roles(layout: FrameLayout) -> None:
     """Random programs; whatever is written stays until it is released, wherever it moves."""
+    found = [program(layout, seed) for seed in range(6)]
+    assert all(refused for _, refused in found) and (sum(moves for moves, _ in found) > 5 or layout.pages == 1)
+
+
+def program(layout: FrameLayout, seed: int) -> tuple[int, int]:
+    """How often pages moved, and how many slots were refused."""
     draw = random.Random(seed)
     units = SharedUnits(layout, draw.randint(2, 9), draw.randint(1, 9))
     contents, pages, slots = Contents(units), list[int](), list[int]()
@@ -165,7 +170,7 @@ def test_no_unit_is_lost_or_has_two_roles(layout: FrameLayout, seed: int) -> Non
         assert units.pages.free == units.free_pages() == room
         assert units.slots.free == min(units.slots.size, units.frames - -(-len({*pages}) // layout.pages)) - len(slots)
         action = draw.random()
-        if action < 0.35:
+        if action < 0.25:
             count = draw.choice((1, 1, 2, 5, 20))
             taken = units.pages.take(count)
             assert (taken is not None) == (count <= room)
@@ -173,14 +178,14 @@ def test_no_unit_is_lost_or_has_two_roles(layout: FrameLayout, seed: int) -> Non
                 known[page] = next(fresh)
                 contents.write_page(page, known[page])
             pages += taken or ()
-        elif action < 0.45 and pages:
+        elif action < 0.3 and pages:
             shared = draw.choices(pages, k=draw.randint(1, 3))
             units.pages.share(shared)
             pages += shared
-        elif action < 0.7 and pages:
+        elif action < 0.6 and pages:
             for _ in range(min(draw.randint(1, 12), len(pages))):
                 units.pages.release([pages.pop(draw.randrange(len(pages)))])
-        elif action < 0.9:
+        elif action < 0.8:
             fits = room >= layout.pages and len(slots) < units.slots.size
             assert (units.free_pages(1) >= 0) == fits == (units.slots.free > 0)
             refused += not fits
@@ -190,7 +195,6 @@ def test_no_unit_is_lost_or_has_two_roles(layout: FrameLayout, seed: int) -> Non
                 moves += bool(moved)
                 pages = [(moved or {}).get(page, page) for page in pages]
                 known = {(moved or {}).get(page, page): value for page, value in known.items()}
-                assert moved is not None or units.layout.frame_of(layout.first_page(slot // layout.slot_step)) >= 0
                 contents.write_slot(slot, known.setdefault(-1 - slot, next(fresh)))
                 slots.append(slot)
         elif slots:
@@ -202,7 +206,7 @@ def test_no_unit_is_lost_or_has_two_roles(layout: FrameLayout, seed: int) -> Non
         known = {key: value for key, value in known.items() if key < 0 or key in pages}
         assert all(contents.pages[page] == known[page] for page in pages), "a page was overwritten"
         assert all(contents.slots[slot] == known[-1 - slot] for slot in slots), "a slot was overwritten"
-    assert refused and (moves or layout.pages == 1)
+    return moves, refused
 
 
 def test_a_slot_that_was_pages_waits_for_what_is_written_to_them() -> None:
@@ -249,7 +253,7 @@ def toy_shared(frames: int, n: int = 3) -> HybridCache:
     slots = (frames - 1) * 3 + 1
     recurrent = block.as_strided((3, slots, 1, 1, state), (state, state, state, state, 1))
     conv = torch.full((3, slots, 4, 1), float("nan"), dtype=torch.float64)
-    return HybridCache(CachePools(keys, values, recurrent, conv, backends()["torch"], layout=layout))
+    return HybridCache(CachePools(keys, values, recurrent, conv, TORCH, layout=layout))
 
 
 class SharedMachine(CacheMachine):
@@ -319,54 +323,62 @@ def test_the_machine_notices_pages_that_stay() -> None:
                                                             report_multiple_bugs=False))
 
 
-def test_all_owners_follow_pages_that_move() -> None:
-    """A running sequence, a snapshot, and a prefix in the tree, whose partial pages lie in the same frame."""
-    cache = toy_shared(4)
-    kept, sequence = leased(cache, [*range(20)]), leased(cache, [*range(50, 55)])
-    snapshot = cache.snapshot(sequence)
-    assert snapshot and cache.pages.used == 4
-    assert cache.pages.free == 2, "of the third frame"
-    cache.release(snapshot)
-    cache.release(kept, keep=True)
-    pages, version = list(sequence.pages), sequence.pages.version
-    other = cache.admit()
-    assert other and cache.reserve(other, 1) == 1 and cache.pages.used == 4
+@pytest.mark.parametrize("tokens", [5, PAGE])
+@pytest.mark.parametrize("owner", ["sequence", "snapshot", "tree"])
+def test_all_owners_follow_pages_that_move(owner: str, tokens: int) -> None:
+    """A running sequence, a snapshot, and a prefix in the tree, with a full or a partial page."""
+    cache, history = toy_shared(6), [*range(100, 100 + tokens)]
+    first, gap, moving = leased(cache, [*range(20)]), leased(cache, [90] * 5), leased(cache, history)
+    layout, snapshot = cache.sizes.layout, None
+    assert layout and {layout.frame_of(page) for page in moving.pages} == {4}
+    if owner == "snapshot":
+        snapshot = cache.snapshot(moving)
+    if owner != "sequence":
+        cache.release(moving, keep=owner == "tree")
+    cache.release(gap)
+    while not any(isinstance(one, MovePages) and one.sources for one in cache.operations.queued):
+        assert cache.admit()
     cache.check()
-    third = cache.admit()
-    assert third, "three pages fit into one frame: the prefix goes"
-    cache.check()
-    assert not len(cache.tree) and (sequence.pages != pages) == (sequence.pages.version > version)
+    assert read_kv(cache, first.pages, 20) == hashes([*range(20)])
+    holder: Any = moving if owner == "sequence" else snapshot or cache.tree.at(history)
+    pages = cache.tree.path(holder) if owner == "tree" else holder.pages
+    assert {layout.frame_of(page) for page in pages} == {5} and holder.done == tokens
+    assert read_kv(cache, pages, tokens) == hashes(history) and read_state(cache, holder.slot) == hashes(history)[-1]
 
 
 def test_a_kept_prefix_goes_before_a_sequence_waits() -> None:
     """For slots and for pages; nothing goes for a refusal."""
-    cache = toy_shared(3)
+    cache = toy_shared(4)
     cache.release(leased(cache, [*range(40)]), keep=True)
-    assert len(cache.tree) == 1 and cache.pages.free == 3
+    assert len(cache.tree) == 1 and cache.pages.free == 6
     first = cache.admit([90], 3 * PAGE)
     assert first and len(cache.tree) == 1 and cache.reserve(first, 3 * PAGE + 1) == 3 * PAGE + 1 and not len(cache.tree)
     cache.release(first)
     cache.release(leased(cache, [*range(40)]), keep=True)
-    assert cache.admit([90], 6 * PAGE + 1) is None and len(cache.tree) == 1, "seven pages and a slot never fit"
-    assert cache.admit([90], 6 * PAGE) and not len(cache.tree)
+    assert cache.admit([90], 9 * PAGE + 1) is None and len(cache.tree) == 1, "ten pages and a slot never fit"
+    assert cache.admit([90], 9 * PAGE) and not len(cache.tree)
 
 
-def test_states_that_would_be_kept_go_before_a_sequence_is_preempted() -> None:
-    engine = PlainEngine(0, pages=12, slots=4, rings=0, batch=2, layout=FrameLayout(300, 3, 30, 5))
-    engine.add("a", tuple([1] * 46), 40)
-    engine.add("b", tuple([2] * 20), 6)
-    pools = engine.pools
+@pytest.mark.parametrize("drops", [True, False])
+def test_states_that_would_be_kept_go_before_a_sequence_is_preempted(drops: bool) -> None:
+    """A prompt of two steps holds a slot for the state in its middle when an answer needs a page."""
+    engine = PlainEngine(0, pages=15, slots=5, rings=0, batch=2, layout=LAYOUTS[0])
+    if not drops:
+        engine.cache.drop_checkpoint = lambda: False  # type: ignore[method-assign]
+    engine.add("answer", tuple([1] * 15), 15)
+    engine.step()
+    engine.add("prompt", tuple([2] * 90), 1)
     while engine.live:
         engine.step()
-    assert len(engine.answers) == 2 and not engine.scheduler.preemptions and pools.moves
+    assert len(engine.answers) == 2 and (engine.scheduler.preemptions == 0) == drops
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_engine_without_torch_in_frames(layout: FrameLayout) -> None:
     """With drafts, forks, pauses, preemptions and eviction. What a slot is written to is lost from the pages of its frame
     and the reverse."""
-    served = [serve(seed, 60, layout) for seed in range(examples(8))]
-    assert sum(engine.pools.moves for engine in served) > 20 and sum(engine.pools.moved for engine in served) > 5
+    served = [serve(seed, 60, layout) for seed in range(6)]
+    assert sum(engine.pools.moves for engine in served) > 50 and sum(engine.pools.moved for engine in served) > 30
     assert all(sum(getattr(engine, name) for engine in served) for name in ("forks", "drafted", "resumed"))
     assert any(engine.scheduler.preemptions for engine in served)
 
@@ -393,12 +405,14 @@ def test_moves_are_data() -> None:
 
 def test_pages_move_after_what_is_still_being_written() -> None:
     """More of them than are copied at a time."""
-    pools = shared_pools(embedded_runtime(), 6)
+    pools = shared_pools(embedded_runtime(), 10)
+    layout = pools.layout
+    assert layout
+    old, new = ([page for frame in frames for page in range(layout.first_page(frame), layout.first_page(frame) + layout.pages)]
+                for frames in (range(5), range(5, 10)))
     for tensor in pools.page_tensors:
-        tensor[:] = torch.arange(tensor.shape[1], dtype=tensor.dtype)[:, None, None, None]
-    assert pools.layout
-    old = [*range(pools.layout.pages * 2)]
-    new = [pools.layout.first_page(3) + page for page in old]
+        for page in (*old, *new):
+            tensor[:, page] = page
 
     class Arrival:
         waited = False

@@ -169,7 +169,8 @@ class FramePages:
 
     def vacate(self, below: int) -> dict[int, int]:
         """Moves the pages of the emptiest frame `below` to others, which must have room. Returns the new numbers."""
-        frame = max((frame for frame in self._holes if frame < below), key=lambda frame: len(self._holes[frame]))
+        frames = (frame for frame in self._holes if frame < below)
+        frame = max(frames, key=lambda frame: (len(self._holes[frame]), -frame))
         holes = self._holes.pop(frame)
         if holes:
             del self._open[bisect_left(self._open, frame)]

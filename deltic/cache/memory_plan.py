@@ -136,15 +136,13 @@ def _share_memory(budget: int, needs: MemoryNeeds, layout: FrameLayout, rows: in
     """Plans frames, each of which may become a slot or pages at run time. rows: prompt ends with logits, which are paid
     for.
 
-    1. `max_batch` is the number of sequences that fit with a few pages each, or whose slots and logs take half of the
-       budget; if the context comes first, whose logs fit beside it, or that take an eighth.
+    1. `max_batch` is the number of sequences that fit with a page each; if the context comes first, whose logs fit
+       beside it, or that take an eighth. Fewer run while contexts are longer.
     2. `max_context` is what fits beside the logs of all sequences and one slot.
     3. Frames that may become slots need some memory besides: as many as there may be sequences and checkpoints.
     """
     counts, sequence = range(1, needs.max_batch + 1), layout.unit + needs.log_bytes
-    batch = max(bisect_right(counts, budget // 2, key=lambda count: count * sequence),
-                bisect_right(counts, budget, key=lambda count: _least_frames(count, needs) * layout.unit
-                             + count * needs.log_bytes))
+    batch = bisect_right(counts, budget, key=lambda count: count * sequence + layout.frames_for(count) * layout.unit)
     if needs.context_first:
         whole = (1 + layout.frames_for(needs.context_pages)) * layout.unit
         batch = min(batch, max(bisect_right(counts, budget - whole, key=lambda count: count * needs.log_bytes),
@@ -168,12 +166,6 @@ def _share_memory(budget: int, needs: MemoryNeeds, layout: FrameLayout, rows: in
                       layout=layout)
 
 
-def _least_frames(batch: int, needs: MemoryNeeds) -> int:
-    """Frames for so many sequences with a few pages each."""
-    assert needs.layout
-    return batch + needs.layout.frames_for(batch * min(needs.context_pages, _LEAST_PAGES))
-
-
 def _batch_warnings(budget: int, needs: MemoryNeeds, batch: int) -> list[str]:
     warnings, context = list[str](), needs.max_context or 0
     if context > needs.model_context:
@@ -194,8 +186,8 @@ def enough(needs: MemoryNeeds, tokens: int) -> int:
     """Returns a budget that suffices for all sequences, a whole context and so many more tokens."""
     batch = needs.max_batch
     if needs.layout:
-        pages = needs.context_pages + -(-tokens // PAGE)
-        frames = _least_frames(batch, needs) + _extra_slots(batch) + needs.layout.frames_for(pages)
+        pages = batch * min(needs.context_pages, _LEAST_PAGES) + needs.context_pages + -(-tokens // PAGE)
+        frames = batch + _extra_slots(batch) + needs.layout.frames_for(pages)
         size = frames * needs.layout.unit + batch * needs.log_bytes
         return size * _ROWS // (_ROWS - 1) + 2 * needs.row_bytes + needs.layout.unit
     sequences = batch * (needs.sequence_bytes + needs.least_bytes) + _extra_slots(batch) * needs.slot_bytes
