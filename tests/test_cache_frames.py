@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis.stateful import initialize, run_state_machine_as_test
 from plain_engine import PlainEngine, serve
 from support import drain, embedded_runtime, examples, greedy, numbers, odd_runtime
@@ -242,10 +244,23 @@ def test_checks_name_the_unit() -> None:
 # The accounts, in the programs of the fixed pools
 
 
+class RestlessUnits(SharedUnits):
+    """Pages move for every slot."""
+
+    def take_slot(self) -> tuple[int, dict[int, int] | None]:
+        below = self.slots.size
+        moved = self.pages.vacate(below) if any(frame < below for frame in self.pages._holes) else {}
+        slot, more = super().take_slot()
+        return slot, {**moved, **(more or {})}
+
+
+RESTLESS = patch("deltic.cache.operations.SharedUnits", RestlessUnits)
+
+
 def toy_shared(frames: int, n: int = 3) -> HybridCache:
     """The toy pools of `test_cache_machine` in frames: two attention layers and three recurrent ones, in float64."""
     page, parts = PAGE * 8, 4
-    state = -(-n * parts * page // 24)  # numbers of a layer
+    state = -(-(n * parts + 1) * page // 24)  # numbers of a layer
     layout = FrameLayout(24 * state, n, page, 3)
     block = torch.full((frames * layout.size // 8,), float("nan"), dtype=torch.float64)
     last, run = layout.first_page(frames - 1) + n, n * page // 8
@@ -259,9 +274,12 @@ def toy_shared(frames: int, n: int = 3) -> HybridCache:
 class SharedMachine(CacheMachine):
     """As its base, in frames."""
 
+    restless = True
+
     @initialize(pages=st.sampled_from((6, 4, 3, 9, 2)), slots=st.sampled_from((3, 1, 5)))
     def start(self, pages: int, slots: int) -> None:
-        self.cache = toy_shared(pages, slots)
+        with RESTLESS if self.restless else nullcontext():
+            self.cache = toy_shared(pages, slots)
 
     @property
     def frames(self) -> tuple[int, int]:
@@ -286,9 +304,12 @@ class SharedMachine(CacheMachine):
 class SharedReuseMachine(ReuseMachine):
     """As its base, in frames."""
 
+    restless = True
+
     @initialize(pages=st.sampled_from((6, 4, 9, 2, 13)), slots=st.sampled_from((3, 1, 5)))
     def start(self, pages: int, slots: int) -> None:
-        self.cache = toy_shared(pages, slots)
+        with RESTLESS if self.restless else nullcontext():
+            self.cache = toy_shared(pages, slots)
 
     def most_pages(self) -> int:
         layout = self.cache.sizes.layout
@@ -298,9 +319,10 @@ class SharedReuseMachine(ReuseMachine):
 
 @pytest.mark.parametrize("kind", [SharedMachine, SharedReuseMachine])
 @pytest.mark.parametrize("looks", [1, 9])
-def test_the_cache_in_frames_equals_a_dictionary(kind: Any, looks: int) -> None:
-    machine = type("Machine", (kind,), {"looks": looks})
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples(60), stateful_step_count=40))
+@pytest.mark.parametrize("restless", [True, False])
+def test_the_cache_in_frames_equals_a_dictionary(kind: Any, looks: int, restless: bool) -> None:
+    machine = type("Machine", (kind,), {"looks": looks, "restless": restless})
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(120), stateful_step_count=40))
 
 
 class Unmoved(HybridCache):
@@ -316,11 +338,12 @@ def test_the_machine_notices_pages_that_stay() -> None:
     class Broken(SharedMachine):
         @initialize(pages=st.sampled_from((6, 4, 3)), slots=st.sampled_from((3, 5)))
         def start(self, pages: int, slots: int) -> None:
-            self.cache = Unmoved(toy_shared(pages, slots).pools)
+            with RESTLESS:
+                self.cache = Unmoved(toy_shared(pages, slots).pools)
 
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(Broken, settings=settings(max_examples=400, stateful_step_count=40,
-                                                            report_multiple_bugs=False))
+        run_state_machine_as_test(Broken, settings=settings(max_examples=200, stateful_step_count=40,
+                                                            report_multiple_bugs=False, phases=(Phase.generate,)))
 
 
 @pytest.mark.parametrize("tokens", [5, PAGE])
@@ -378,6 +401,9 @@ def test_an_engine_without_torch_in_frames(layout: FrameLayout) -> None:
     """With drafts, forks, pauses, preemptions and eviction. What a slot is written to is lost from the pages of its frame
     and the reverse."""
     served = [serve(seed, 60, layout) for seed in range(6)]
+    with RESTLESS:
+        restless = [serve(seed, 60, layout) for seed in range(3)]
+    assert sum(engine.pools.moved for engine in restless) > 300
     assert sum(engine.pools.moves for engine in served) > 50 and sum(engine.pools.moved for engine in served) > 30
     assert all(sum(getattr(engine, name) for engine in served) for name in ("forks", "drafted", "resumed"))
     assert any(engine.scheduler.preemptions for engine in served)
@@ -441,7 +467,8 @@ def mixed_requests(count: int, seed: int, vocabulary: int) -> list[Any]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("frames", [16, 24])
-def test_answers_are_the_same_bit_for_bit(frames: int, overlap: bool) -> None:
+@pytest.mark.parametrize("units", [nullcontext(), RESTLESS])
+def test_answers_are_the_same_bit_for_bit(frames: int, overlap: bool, units: Any) -> None:
     """Against fixed pools with room for all; the memory of a slot is used for pages and back again, and begins as NaN."""
     runtime = embedded_runtime()
     asked = mixed_requests(14, frames, runtime.config.vocab_size)
@@ -457,9 +484,11 @@ def test_answers_are_the_same_bit_for_bit(frames: int, overlap: bool) -> None:
 
     watched = Watched(*(getattr(pools, name) for name in CachePools.__dataclass_fields__))
     pages = frames * watched.sizes.layout.pages  # type: ignore[union-attr]
+    with units:
+        cache = HybridCache(watched)
     engine = Engine(replace(runtime, options=replace(runtime.options, token_budget=64, max_batch=8),
                             memory=replace(runtime.memory, max_batch=8, max_context=pages * PAGE // 2),
-                            cache=HybridCache(watched)), overlap=overlap)
+                            cache=cache), overlap=overlap)
     for request in asked:
         engine.add(request)
     answers = drain(engine, limit=5000)
