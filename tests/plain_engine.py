@@ -37,8 +37,8 @@ State = tuple[int, ...]
 
 @dataclass
 class PlainPools:
-    """Pages of tokens, slots of states, rings of tokens; None where nobody wrote. If pages and slots share memory, what is
-    written to one of them is lost from the others."""
+    """Pages of tokens, slots of states, rings of tokens; None where nobody wrote. If pages and slots share memory, a
+    write to one of them erases the others."""
 
     sizes: PoolSizes
     item_validator: AcceptAllItems = ANYTHING
@@ -253,7 +253,7 @@ def drawn(tokens: list[int], choice: int) -> int:
 
 def serve(seed: int, requests: int, layout: FrameLayout | None = None) -> PlainEngine:
     """Random requests that begin like each other, in pools too small for those that run; some are aborted, some are
-    paused, and now and then all prefixes are given up. Every answer is checked. layout: pages and slots share memory."""
+    paused, and now and then all prefixes are given up. Every answer is checked."""
     chance = random.Random(seed)
     pages, slots, rings = chance.choice((14, 22, 40)), chance.choice((6, 12, 30)), chance.choice((0, 2, 4))
     if layout:

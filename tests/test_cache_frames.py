@@ -1,4 +1,4 @@
-"""Memory that moves between states and pages: where units lie, who has them, and that nothing of it changes an answer."""
+"""Memory that moves between states and pages: where units lie, who has them, and that no answer changes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from deltic.config import PRESETS
 from deltic.engine.engine import Engine
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.errors import ConfigError
-from deltic.ops.torch import OPS as TORCH
 from deltic.ops.kv import FP8, INT4
+from deltic.ops.torch import OPS as TORCH
 from deltic.params import PAGE
 from deltic.runner.input_batch import PageTable
 from deltic.runner.model_runner import ModelRunner
@@ -387,7 +387,7 @@ def test_states_that_would_be_kept_go_before_a_sequence_is_preempted(drops: bool
     """A prompt of two steps holds a slot for the state in its middle when an answer needs a page."""
     engine = PlainEngine(0, pages=15, slots=5, rings=0, batch=2, layout=LAYOUTS[0])
     if not drops:
-        engine.cache.drop_checkpoint = lambda: False  # type: ignore[method-assign]
+        engine.cache.states.drop_checkpoint = lambda: False  # type: ignore[method-assign]
     engine.add("answer", tuple([1] * 15), 15)
     engine.step()
     engine.add("prompt", tuple([2] * 90), 1)
@@ -398,8 +398,8 @@ def test_states_that_would_be_kept_go_before_a_sequence_is_preempted(drops: bool
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_engine_without_torch_in_frames(layout: FrameLayout) -> None:
-    """With drafts, forks, pauses, preemptions and eviction. What a slot is written to is lost from the pages of its frame
-    and the reverse."""
+    """With drafts, forks, pauses, preemptions and eviction. A write to a slot erases the pages of its frame, and the
+    reverse."""
     served = [serve(seed, 60, layout) for seed in range(6)]
     with RESTLESS:
         restless = [serve(seed, 60, layout) for seed in range(3)]
@@ -434,7 +434,7 @@ def test_pages_move_after_what_is_still_being_written() -> None:
     pools = shared_pools(embedded_runtime(), 10)
     layout = pools.layout
     assert layout
-    old, new = ([page for frame in frames for page in range(layout.first_page(frame), layout.first_page(frame) + layout.pages)]
+    old, new = ([layout.first_page(frame) + index for frame in frames for index in range(layout.pages)]
                 for frames in (range(5), range(5, 10)))
     for tensor in pools.page_tensors:
         for page in (*old, *new):
@@ -459,7 +459,8 @@ def mixed_requests(count: int, seed: int, vocabulary: int) -> list[Any]:
     draw, opening = random.Random(seed), numbers(seed, 90, vocabulary)
     found = []
     for index in range(count):
-        prompt = (*opening[:draw.choice((0, 20, 90))], *numbers(100 * seed + index, draw.choice((3, 25, 140)), vocabulary))
+        own = numbers(100 * seed + index, draw.choice((3, 25, 140)), vocabulary)
+        prompt = (*opening[:draw.choice((0, 20, 90))], *own)
         found.append(greedy(prompt, draw.choice((1, 9, 40)), f"{index}", n=draw.choice((1, 1, 3)),
                             temperature=draw.choice((0.0, 1.0)), seed=index))
     return found
@@ -469,7 +470,7 @@ def mixed_requests(count: int, seed: int, vocabulary: int) -> list[Any]:
 @pytest.mark.parametrize("frames", [16, 24])
 @pytest.mark.parametrize("units", [nullcontext(), RESTLESS])
 def test_answers_are_the_same_bit_for_bit(frames: int, overlap: bool, units: Any) -> None:
-    """Against fixed pools with room for all; the memory of a slot is used for pages and back again, and begins as NaN."""
+    """Against fixed pools with room for all. Memory begins as NaN, and moves between slots and pages."""
     runtime = embedded_runtime()
     asked = mixed_requests(14, frames, runtime.config.vocab_size)
     wanted = {request.id: drain_all(runtime, [request]) for request in asked}
@@ -553,8 +554,9 @@ def test_a_long_context_is_answered_where_short_ones_ran() -> None:
     layout = pools.layout
     assert layout
     pages = 11 * layout.pages
-    engine = Engine(replace(runtime, options=replace(runtime.options, token_budget=64, max_batch=9),
-                            memory=replace(runtime.memory, max_batch=9, max_context=pages * PAGE), cache=HybridCache(pools)))
+    memory = replace(runtime.memory, max_batch=9, max_context=pages * PAGE)
+    engine = Engine(replace(runtime, options=replace(runtime.options, token_budget=64, max_batch=9), memory=memory,
+                            cache=HybridCache(pools)))
     short = [greedy(numbers(index, 9, 1000), 5, f"{index}") for index in range(9)]
     long = greedy(numbers(99, pages * PAGE - 8, 1000), 8, "long")
     for request in short:
@@ -573,8 +575,8 @@ def test_a_long_context_is_answered_where_short_ones_ran() -> None:
     assert drain(whole)["long", 0].tokens == found and len(found) == 8
 
 
-@given(st.integers(1, 1 << 34), st.integers(1, 1 << 22), st.integers(1, 60), st.integers(1, 1 << 16), st.integers(1, 256),
-       st.integers(0, 1 << 20), st.integers(0, 1 << 22), st.booleans(), st.booleans())
+@given(st.integers(1, 1 << 34), st.integers(1, 1 << 22), st.integers(1, 60), st.integers(1, 1 << 16),
+       st.integers(1, 256), st.integers(0, 1 << 20), st.integers(0, 1 << 22), st.booleans(), st.booleans())
 def test_a_plan_in_frames_never_exceeds_the_budget(budget: int, state: int, layers: int, context: int, batch: int,
                                                    row: int, log: int, keeps: bool, first: bool) -> None:
     layout = FrameLayout(state * layers, 1 + state % 90, 1, layers, layers * (state % 7))

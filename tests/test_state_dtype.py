@@ -86,7 +86,8 @@ def test_states_of_half_the_bytes_are_more_of_them(head: bool) -> None:
         plan, extras = plan_memory(config, options, BF16, head, drafts=False)
         assert extras.state == getattr(torch, state)
         size = slot_bytes(config, BF16, head, extras.state)
-        taken = PoolSizes(plan.pages, plan.slots, 0, page_bytes(config, BF16, head) // PAGE, size, layout=extras.layout).bytes
+        token = page_bytes(config, BF16, head) // PAGE
+        taken = PoolSizes(plan.pages, plan.slots, 0, token, size, layout=extras.layout).bytes
         assert 15 << 30 < taken <= 16 << 30
         slots.append((plan.slots, size))
     (few, large), (more, small) = slots

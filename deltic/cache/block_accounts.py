@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from deltic.cache.block_pool import BlockPool
+from deltic.cache.frames import SharedUnits
 from deltic.cache.handles import CacheSnapshot, PageList, SequenceCache
 from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, MovePages, OperationQueue, PoolSizes
 from deltic.cache.radix_tree import PrefixTree
@@ -194,6 +195,16 @@ class StateSlots:
         if self._recurrent and base < done:
             assert cache.delta_log is not None
             self._accounts.queue.append(FlushDeltaLog(cache.slot, cache.delta_log, base, done))
+
+    def drop_checkpoint(self) -> bool:
+        """Frees a slot for a state that is not in the tree yet, of the youngest sequence that has one, if pages can
+        take its place. Returns False if there is none."""
+        for cache in reversed(self._accounts.sequences.values()):
+            if cache.checkpoint_slots and isinstance(self._accounts.units, SharedUnits):
+                position = min(cache.checkpoint_slots, key=lambda position: (position in cache.likely_resume, position))
+                self._accounts.slots.release([cache.checkpoint_slots.pop(position)])
+                return True
+        return False
 
     def swap(self, first: SequenceCache, second: SequenceCache) -> None:
         """Exchanges the slots of two sequences: a step wrote the first one's state into the second one's slot."""

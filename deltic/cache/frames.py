@@ -3,11 +3,11 @@
 Both pools of the cache are views of one block of memory, and kernels find a unit by a base address and a number:
 
     block        [ frame 0        ][ frame 1        ][ frame 2        ] ...
-    as states    [ slot 0         ][ slot L         ][ slot 2 L       ]        L layers: slots differ by L numbers
-    as pages     [ 0 1 2 ... n-1  ][ P ... P+n-1    ][ 2P ...         ]        P pages of one tensor are as long as a frame
+    as states    [ slot 0         ][ slot L         ][ slot 2 L       ]        L layers: slots are L numbers apart
+    as pages     [ 0 1 2 ... n-1  ][ P ... P+n-1    ][ 2 P ...        ]        P pages of one tensor fill a frame
 
 Layer l of the state tensor begins l states after the block, so that slot f * L has all its layers in frame f. Part t of
-the K/V (keys and values of each attention layer) begins t * n pages after the block, so that pages P * f ... P * f + n - 1
+the K/V (keys and values of each attention layer) begins t * n pages after the block, so that the n pages from P * f on
 have all their parts in frame f. Addresses never change; the accounts see to it that a frame has one role at a time.
 
 Slots take the lowest frames and pages the highest ones. If no frame is free for a slot although pages have room

@@ -199,18 +199,6 @@ class HybridCache:
             cache.checkpoint_slots[position] = slot
         return slot
 
-    def drop_checkpoint(self) -> bool:
-        """Frees a slot for a state that is not in the tree yet, of the youngest sequence that has one, if pages can
-        take its place. Returns False if there is none."""
-        if self.sizes.layout is None:
-            return False
-        for cache in reversed(self.accounts.sequences.values()):
-            if cache.checkpoint_slots:
-                position = min(cache.checkpoint_slots, key=lambda position: (position in cache.likely_resume, position))
-                self.slots.release([cache.checkpoint_slots.pop(position)])
-                return True
-        return False
-
     def commit_checkpoints(self, cache: SequenceCache, logits: object = None) -> None:
         """Puts the states that steps have written into the tree. logits: of the last committed token."""
         slots, cache.checkpoint_slots = cache.checkpoint_slots, {}

@@ -228,6 +228,11 @@ class CachePools:
         )
 
     @property
+    def last_page(self) -> int:
+        """A page that does not share memory with slot 0."""
+        return self.keys.shape[1] - 1
+
+    @property
     def item_validator(self) -> PoolItemValidator:
         return PoolItemValidator(self)
 
@@ -360,7 +365,8 @@ def _share(page: dict[str, _UnitTensor], slot: dict[str, _UnitTensor], layout: F
     of_slots = {"recurrent": slot["recurrent"].within(block, numbers, 0, slot["recurrent"].entry)}
     for name, part in slot.items():
         if name != "recurrent":
-            own = reserve((-(-(numbers + part.layers - 1) * part.entry // _ALIGNMENT) * _ALIGNMENT,), torch.uint8, device)
+            size = (numbers + part.layers - 1) * part.entry
+            own = reserve((-(-size // _ALIGNMENT) * _ALIGNMENT,), torch.uint8, device)
             of_slots[name] = part.within(own, numbers, 0, part.entry)
     return pages, of_slots
 

@@ -394,7 +394,7 @@ class Scheduler:
         kept, from the prompt ends that waiting choices would fork, then from the youngest running sequences."""
         assert sequence.cache is not None
         while not (granted := self.cache.reserve(sequence.cache, count)):
-            if self.cache.drop_checkpoint() or self._drop_fork():
+            if self.cache.states.drop_checkpoint() or self._drop_fork():
                 continue
             victim = self.running[-1]
             self._preempt(victim)

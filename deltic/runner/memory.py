@@ -105,7 +105,7 @@ def _division(memory: MemoryPlan, needs: MemoryNeeds, card: CardMemory | None) -
         units = (f"{tokens}{_gib(states)} states of {memory.max_batch} running sequences and "
                  f"{memory.slots - memory.max_batch} others")
     parts = (f"cache: {_gib(size + logs + logits)} = {units}, {_gib(logs)} state delta logs, {_gib(logits)} logits of "
-             f"prompt ends; at most {memory.max_batch} running sequences, contexts of up to {memory.max_context:,} tokens")
+             f"prompt ends; up to {memory.max_batch} sequences run, contexts of up to {memory.max_context:,} tokens")
     if card is None:
         return (parts,)
     return (f"GPU memory: {_gib(card.limit)} = {_gib(card.taken)} weights, CUDA and other programs, "
