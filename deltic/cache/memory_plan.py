@@ -59,7 +59,7 @@ class MemoryNeeds:
     def smallest_bytes(self) -> int:
         """What one sequence needs at least."""
         if self.layout:
-            return 2 * self.layout.unit + self.log_bytes + self.row_bytes
+            return 3 * self.layout.unit + self.log_bytes + self.row_bytes
         return self.page_bytes + self.sequence_bytes + self.slot_bytes + self.row_bytes
 
     @property
