@@ -210,7 +210,7 @@ def snapshot(engine: Engine) -> EngineSnapshot:
 
 
 def _pool(ledger: PagePool | SlotPool) -> PoolUsage:
-    return PoolUsage(ledger.size - ledger.free, ledger.size)
+    return PoolUsage(ledger.used, ledger.size)
 
 
 def _device(cache: HybridCache) -> TierUsage:
