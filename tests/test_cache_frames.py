@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis.stateful import initialize, run_state_machine_as_test
 from plain_engine import PlainEngine, serve
-from support import drain, embedded_runtime, examples, greedy, numbers, odd_runtime
+from support import drain, embedded_runtime, examples, greedy, numbers, odd_runtime, units_apart
 from test_cache_machine import CacheMachine, Naive, hashes, leased, read_kv, read_state
 from test_prefix_tree import ReuseMachine
 
@@ -33,8 +34,9 @@ from deltic.cache.tensors import (
     page_bytes,
     slot_bytes,
 )
-from deltic.config import PRESETS
+from deltic.config import PRESETS, EngineConfig
 from deltic.engine.engine import Engine
+from deltic.engine.loading import load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.errors import ConfigError
 from deltic.ops.kv import FP8, INT4
@@ -469,9 +471,10 @@ def mixed_requests(count: int, seed: int, vocabulary: int) -> list[Any]:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("frames", [16, 24])
 @pytest.mark.parametrize("units", [nullcontext(), RESTLESS])
-def test_answers_are_the_same_bit_for_bit(frames: int, overlap: bool, units: Any) -> None:
+@pytest.mark.parametrize("ops", [(), ("torch",)])
+def test_answers_are_the_same_bit_for_bit(frames: int, overlap: bool, units: Any, ops: tuple[str, ...]) -> None:
     """Against fixed pools with room for all. Memory begins as NaN, and moves between slots and pages."""
-    runtime = embedded_runtime()
+    runtime = with_ops(ops)
     asked = mixed_requests(14, frames, runtime.config.vocab_size)
     wanted = {request.id: drain_all(runtime, [request]) for request in asked}
     pools = shared_pools(runtime, frames)
@@ -496,6 +499,15 @@ def test_answers_are_the_same_bit_for_bit(frames: int, overlap: bool, units: Any
     for (name, choice), answer in answers.items():
         assert answer.tokens == wanted[name][choice], name
     assert moves and any(move.sources for move in moves) and engine.runtime.cache.tree.evictions
+
+
+@cache
+def with_ops(ops: tuple[str, ...]) -> ModelRunner:
+    if not ops:
+        return embedded_runtime()
+    with units_apart():
+        return load(None, EngineConfig(dtype="float32", memory="16MiB", max_batch=8, max_context=512, threads=1,
+                                       ops=ops, speculate="off"))
 
 
 def drain_all(runtime: ModelRunner, requests: list[Any]) -> dict[int, list[int]]:

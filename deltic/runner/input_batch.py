@@ -141,7 +141,7 @@ class _Shape(NamedTuple):
 
     layout: Layout
     behind: bool
-    span: tuple[int, int] | None
+    span: tuple[int, int, int] | None
 
     @property
     def extents(self) -> Extents:
@@ -198,10 +198,11 @@ def _ragged_batch(shape: _Shape, numbers: Tensor, append: Tensor, pages: Tensor,
     return Batch(layout=shape.layout, pages=pages, append=append, span=shape.span, kept=kept, **columns)
 
 
-def _span(sources: list[int], targets: list[int]) -> tuple[int, int] | None:
-    if sources and sources == targets == list(range(sources[0], sources[0] + len(sources))):
-        return sources[0], sources[0] + len(sources)
-    return None
+def _span(sources: list[int], targets: list[int]) -> tuple[int, int, int] | None:
+    if not sources or sources != targets:
+        return None
+    first, end, step = sources[0], sources[-1] + 1, max(sources[1] - sources[0], 1) if len(sources) > 1 else 1
+    return (first, end, step) if sources == list(range(first, end, step)) else None
 
 
 @cache
