@@ -79,8 +79,12 @@ class BlockAccounts:
         free = self.units.free_pages(slots)
         if free >= pages:
             return free
-        held = {*spared, *(page for owner in self.owners for page in owner.pages)}
-        return self.units.room(self.held_slots + slots) - len(held)
+        room, owners = self.units.room(self.held_slots + slots), self.owners
+        spared = [*spared]
+        least = room - len(spared) - sum(len(owner.pages) for owner in owners)  # counts shared pages several times
+        if least >= pages:
+            return least
+        return room - len({*spared, *(page for owner in owners for page in owner.pages)})
 
     def make_room(self, pages: int, slots: int = 0) -> bool:
         """Evicts prefixes until so many pages and slots are free. Returns True if all are. If not even an empty tree
