@@ -432,7 +432,6 @@ def test_moves_are_data() -> None:
 
 
 def test_pages_move_after_what_is_still_being_written() -> None:
-    """More of them than are copied at a time."""
     pools = shared_pools(embedded_runtime(), 10)
     layout = pools.layout
     assert layout

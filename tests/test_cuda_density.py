@@ -229,6 +229,16 @@ def test_units_are_found_where_numbers_pass_32_bits() -> None:
     assert most * large.pools.recurrent[0, 0].numel() > 1 << 31, "slots are lower"
     large.cache.slots.release(held)
     engine.check()
+    layout, last = large.memory.layout, large.pools.last_page
+    assert layout
+    old, new = [*range(last - 40, last)], [layout.first_page(0) + page for page in range(40)]
+    for tensor in large.pools.page_tensors:
+        for page in old:
+            tensor[:, page] = page - last
+    large.pools.apply([MovePages(tuple(old), tuple(new))])
+    for tensor in large.pools.page_tensors:
+        assert [float(tensor[:, page].unique()) for page in new] == [float(page - last) for page in old]
+    large.cache.clear()
     wanted = Engine(runtime_of(large, batch=32, slots=80, pages=3000, budget=256, context=1024, reuse=False))
     for request in asked:
         wanted.add(request)

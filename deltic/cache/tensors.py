@@ -45,8 +45,6 @@ log = logging.getLogger("deltic")
 _ALIGNMENT = 64
 _SPANS = 32
 """A prefix from a tier is copied span by span to at most so many spans of the pool, and else by an index."""
-_MOVED = 16
-"""Pages that are moved at a time."""
 STATE_LAYOUT = 1
 """Grows when the meaning of pages or slots changes, so that items of older versions are not used."""
 
@@ -286,7 +284,9 @@ class CachePools:
                     self._copy(self.ops.copy_pages, self.page_tensors, source, target)
                 case MovePages(sources, targets):
                     self.wait()
-                    self._move(sources, targets)
+                    if sources:
+                        source, target = (on_device(torch.tensor(pages), self.device) for pages in (sources, targets))
+                        self.ops.copy_pages(tuple(map(as_bytes, self.page_tensors)), source, target)
                 case FlushDeltaLog(slot, delta_log, base, done):
                     self.ops.flush_delta_log(self.state_views(), slot, delta_log, base, done, slot)
                 case StoreItem(item, pages, slot):
@@ -314,13 +314,6 @@ class CachePools:
     def _write_backlogs(self) -> None:
         for write in self.backlogs:
             write()
-
-    def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        tensors = tuple(map(as_bytes, self.page_tensors))
-        for first in range(0, len(sources), _MOVED):  # what is copied lies twice in memory
-            source, target = (on_device(torch.tensor(pages[first:first + _MOVED]), self.device)
-                              for pages in (sources, targets))
-            self.ops.copy_pages(tensors, source, target)
 
     def _copy(self, by: Callable[[tuple[Tensor, ...], Tensor, Tensor], None], tensors: tuple[Tensor, ...], source: int,
               target: int) -> None:
