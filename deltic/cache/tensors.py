@@ -285,8 +285,8 @@ class CachePools:
                 case MovePages(sources, targets):
                     self.wait()
                     if sources:
-                        source, target = (on_device(torch.tensor(pages), self.device) for pages in (sources, targets))
-                        self.ops.copy_pages(tuple(map(as_bytes, self.page_tensors)), source, target)
+                        old, new = (on_device(torch.tensor(pages), self.device) for pages in (sources, targets))
+                        self.ops.copy_pages(tuple(map(as_bytes, self.page_tensors)), old, new)
                 case FlushDeltaLog(slot, delta_log, base, done):
                     self.ops.flush_delta_log(self.state_views(), slot, delta_log, base, done, slot)
                 case StoreItem(item, pages, slot):
