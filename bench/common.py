@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 from deltic import __version__
 from deltic.cli.output import commit, machine_facts
@@ -52,6 +54,12 @@ class Worker:
             raise SystemExit(f"a worker ended with code {self._process.wait()}; its message is above")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+def units_apart() -> AbstractContextManager[object]:
+    """Models that are loaded meanwhile have pages and slots in memory of their own: for steps whose units are not those
+    of the cache."""
+    return patch("deltic.runner.memory.frame_layout", lambda *_: None)
 
 
 def work(settings: str, start: Callable[[dict[str, Any]], tuple[dict[str, Any], Answer]]) -> None:

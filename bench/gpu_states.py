@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from common import record
+from common import record, units_apart
 
 from deltic.config import EngineConfig
 from deltic.engine.loading import RandomModel, load
@@ -35,9 +35,10 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--state-dtype", default="float32", help="as of deltic serve")
     args = parser.parse_args()
-    runtime = load(RandomModel(args.model, 4), EngineConfig(
-        device="cuda", dtype="bfloat16", memory="24GiB", max_batch=args.rows, max_context=256, speculate="off",
-        state_dtype=args.state_dtype))
+    with units_apart():
+        runtime = load(RandomModel(args.model, 4), EngineConfig(
+            device="cuda", dtype="bfloat16", memory="24GiB", max_batch=args.rows, max_context=256, speculate="off",
+            state_dtype=args.state_dtype))
     pools = runtime.pools
     assert runtime.capabilities.defers_state_writes, "these kernels do not serve the model"
     assert pools.delta_logs is not None

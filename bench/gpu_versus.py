@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from common import record
+from common import record, units_apart
 from torch import Tensor
 
 from deltic.config import EngineConfig, ModelConfig
@@ -45,9 +45,10 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=9)
     args = parser.parse_args()
     shape = replace(ModelConfig.preset(args.model, args.layers), num_mtp_layers=0, vocab_size=args.vocabulary)
-    runtime = load(RandomModel(args.model, shape=shape), EngineConfig(
-        device="cuda", dtype="bfloat16", memory="3GiB", max_batch=2, max_context=1024, speculate="off",
-        prefix_cache=False, quant=args.quant))
+    with units_apart():
+        runtime = load(RandomModel(args.model, shape=shape), EngineConfig(
+            device="cuda", dtype="bfloat16", memory="3GiB", max_batch=2, max_context=1024, speculate="off",
+            prefix_cache=False, quant=args.quant))
     pools = runtime.pools
     for tensor in (pools.recurrent, pools.conv, pools.keys, pools.values):
         tensor.normal_(0, 0.1)

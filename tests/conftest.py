@@ -7,6 +7,7 @@ import gc
 import os
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +107,15 @@ def values_of(case: pytest.Function, together: int = 1) -> set[tuple[Any, ...]]:
     plain = str, int, float, torch.dtype, type(None)
     values = [(name, value if isinstance(value, plain) else id(value)) for name, value in case.callspec.params.items()]
     return set(combinations(values, together))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _units(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In modules with UNITS_APART, loaded models have pages and slots apart (`support.units_apart`)."""
+    from support import units_apart
+
+    with units_apart() if getattr(request.module, "UNITS_APART", False) else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -156,7 +156,7 @@ def build_batch(rows: Iterable[Row], seed: int = 0, consecutive: bool = False, n
         emit_length=torch.tensor([length for _, length in emitted], dtype=torch.int64),
         emit_slot=torch.tensor(emits, dtype=torch.int64),
         logit_tokens=torch.tensor(chunks).cumsum(0) - 1,
-        span=(2, 2 + singles) if consecutive and singles else None,
+        span=(2, 2 + singles, 1) if consecutive and singles else None,
     )
     return Case(name, ordered, batch, slots, units, pages, seed)
 

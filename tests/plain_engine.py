@@ -13,12 +13,14 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any
 
+from deltic.cache.frames import FrameLayout
 from deltic.cache.manager import HybridCache
 from deltic.cache.offload.types import ANYTHING, AcceptAllItems
 from deltic.cache.operations import (
     CopyPage,
     CopySlot,
     FlushDeltaLog,
+    MovePages,
     Operation,
     PoolSizes,
     RestoreItem,
@@ -35,7 +37,8 @@ State = tuple[int, ...]
 
 @dataclass
 class PlainPools:
-    """Pages of tokens, slots of states, rings of tokens; None where nobody wrote."""
+    """Pages of tokens, slots of states, rings of tokens; None where nobody wrote. If pages and slots share memory, a
+    write to one of them erases the others."""
 
     sizes: PoolSizes
     item_validator: AcceptAllItems = ANYTHING
@@ -45,11 +48,29 @@ class PlainPools:
     held: dict[int, Any] = field(default_factory=dict)
     numbers: int = 0
     applied: int = 0
+    moves: int = 0
+    moved: int = 0
 
     def __post_init__(self) -> None:
-        self.pages = [[None] * PAGE for _ in range(self.sizes.pages)]
-        self.slots = [None] * self.sizes.slots
+        layout, pages, slots = self.sizes.layout, self.sizes.pages, self.sizes.slots
+        if layout:
+            pages, slots = layout.first_page(pages // layout.pages), (slots - 1) * layout.slot_step + 1
+        self.pages = [[None] * PAGE for _ in range(pages)]
+        self.slots = [None] * slots
         self.rings = [[None] * RING for _ in range(self.sizes.delta_logs)]
+
+    def write_page(self, page: int) -> list[int | None]:
+        """The page, to be written to."""
+        if layout := self.sizes.layout:
+            slot = layout.frame_of(page) * layout.slot_step
+            self.slots[slot:slot + 1] = [None] if slot < len(self.slots) else []
+        return self.pages[page]
+
+    def write_slot(self, slot: int, state: State | None) -> None:
+        if layout := self.sizes.layout:
+            first, end = map(layout.first_page, (slot // layout.slot_step, slot // layout.slot_step + 1))
+            self.pages[first:end] = [[None] * PAGE for _ in range(first, end)]
+        self.slots[slot] = state
 
     def hold(self, content: object) -> int:
         self.numbers += 1
@@ -69,9 +90,14 @@ class PlainPools:
         for operation in operations:
             match operation:
                 case CopyPage(source, target):
-                    self.pages[target] = list(self.pages[source])
+                    self.write_page(target)[:] = self.pages[source]
+                case MovePages(sources, targets):
+                    self.moves += 1
+                    self.moved += len(sources)
+                    for source, target in zip(sources, targets, strict=True):
+                        self.write_page(target)[:] = self.pages[source]
                 case CopySlot(source, target):
-                    self.slots[target] = self.slots[source]
+                    self.write_slot(target, self.slots[source])
                 case FlushDeltaLog(slot, ring, base, done):
                     self.fold(slot, ring, base, done)
                 case StoreItem(item, pages, slot):
@@ -84,7 +110,7 @@ class PlainPools:
         state = self.slots[slot]
         assert state is not None and len(state) == base, "a state is brought forward from where it is not"
         fresh = [self.rings[ring][position % RING] for position in range(base, done)]
-        self.slots[slot] = (*state, *(token for token in fresh if token is not None))
+        self.write_slot(slot, (*state, *(token for token in fresh if token is not None)))
 
     def read(self, pages: List[int], done: int) -> list[int | None]:
         return [self.pages[pages[i // PAGE]][i % PAGE] for i in range(done)]
@@ -97,28 +123,29 @@ class PlainPools:
         assert self.read(row.pages, row.done) == list(expected), "L2: K/V and state have different histories"
         for offset, token in enumerate(row.tokens):
             place = row.done + offset
-            self.pages[row.pages[place // PAGE]][place % PAGE] = token
+            self.write_page(row.pages[place // PAGE])[place % PAGE] = token
         whole = (*expected, *row.tokens)
         if row.append:
             after = base_after(row)
             assert after is not None and row.target is None
             if after != base:
-                self.slots[row.slot] = tuple(expected)
+                self.write_slot(row.slot, tuple(expected))
             for offset, token in enumerate(row.tokens):
                 self.rings[row.delta_log][(row.done + offset) % RING] = token
         else:
-            self.slots[row.slot if row.target is None else row.target] = whole
+            self.write_slot(row.slot if row.target is None else row.target, whole)
         for position, slot in row.checkpoints:
-            self.slots[slot] = whole[:position]
+            self.write_slot(slot, whole[:position])
         return whole
 
 
 class PlainEngine:
     """Serves requests as the engine does; draws tokens that depend on all before."""
 
-    def __init__(self, seed: int, pages: int, slots: int, rings: int, batch: int, tiers: tuple[Any, ...] = ()) -> None:
+    def __init__(self, seed: int, pages: int, slots: int, rings: int, batch: int, tiers: tuple[Any, ...] = (),
+                 layout: FrameLayout | None = None) -> None:
         self.random = random.Random(seed)
-        self.pools = PlainPools(PoolSizes(pages, slots, rings, 64, 4096))
+        self.pools = PlainPools(PoolSizes(pages, slots, rings, 64, 4096, layout=layout))
         self.cache = HybridCache(self.pools, tiers=tiers)
         self.scheduler = Scheduler(self.cache, batch, 48)
         self.answers: dict[tuple[str, int], tuple[int, ...]] = {}
@@ -224,12 +251,15 @@ def drawn(tokens: list[int], choice: int) -> int:
     return state % 4
 
 
-def serve(seed: int, requests: int) -> PlainEngine:
+def serve(seed: int, requests: int, layout: FrameLayout | None = None) -> PlainEngine:
     """Random requests that begin like each other, in pools too small for those that run; some are aborted, some are
     paused, and now and then all prefixes are given up. Every answer is checked."""
     chance = random.Random(seed)
-    engine = PlainEngine(seed, pages=chance.choice((14, 22, 40)), slots=chance.choice((6, 12, 30)),
-                         rings=chance.choice((0, 2, 4)), batch=4)
+    pages, slots, rings = chance.choice((14, 22, 40)), chance.choice((6, 12, 30)), chance.choice((0, 2, 4))
+    if layout:
+        frames = chance.choice((2, 5, 9)) + layout.frames_for(12)
+        pages, slots = frames * layout.pages, min(slots, frames)
+    engine = PlainEngine(seed, pages, slots, rings, batch=4, layout=layout)
     openings = [tuple(chance.choices(range(4), k=chance.randint(1, 60))) for _ in range(4)]
     news: dict[str, int] = {}
     for index in range(requests):

@@ -21,6 +21,7 @@ from support import (
     reference,
     session_over,
     stepwise_logits,
+    units_apart,
 )
 
 from deltic.chat.processor import ChatProcessor
@@ -151,8 +152,9 @@ def moe_headed() -> ModelRunner:
 
 @cache
 def embedded_with_head() -> ModelRunner:
-    return load(None, EngineConfig(dtype="float32", memory="64MiB", max_batch=8, max_context=512, threads=1,
-                                   device=DEVICE))
+    with units_apart():
+        return load(None, EngineConfig(dtype="float32", memory="64MiB", max_batch=8, max_context=512, threads=1,
+                                       device=DEVICE))
 
 
 def embedded_prompt() -> tuple[int, ...]:

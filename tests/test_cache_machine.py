@@ -144,7 +144,11 @@ class CacheMachine(RuleBasedStateMachine):
     @property
     def free_pages(self) -> int:
         held = {page for naive in self.holders() for page in naive.pages}
-        return self.cache.pages.size - len(held)
+        return self.most_pages() - len(held)
+
+    def most_pages(self) -> int:
+        """Pages that fit beside the slots."""
+        return self.cache.pages.size
 
     @property
     def free_slots(self) -> int:
@@ -258,7 +262,7 @@ class CacheMachine(RuleBasedStateMachine):
     def restored(self, pick: int, kept: CacheSnapshot | None, naive: Naive) -> None:
         sequence, own = self.sequence(pick)
         others = {page for holder in self.holders() if holder is not own for page in holder.pages}
-        room = self.cache.pages.size > len(others) or not len(naive.tokens) % PAGE
+        room = self.most_pages() > len(others) or not len(naive.tokens) % PAGE
         pages = list(sequence.pages)
         assert self.cache.restore(sequence, kept) == room, "the sequence's own pages are room too"
         if room:

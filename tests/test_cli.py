@@ -331,7 +331,7 @@ def test_inspect(capsys):
     assert facts["weights"]["dtype"] == "bfloat16"
     assert facts["weights"]["parameters"] == 4548808
     memory = facts["memory"]
-    assert memory["pages"] * memory["page_bytes"] + memory["slots"] * memory["slot_bytes"] <= 64 << 20
+    assert memory["pages_share_memory_with_slots"] and 50 < memory["pages_and_slots_mib"] <= 64
     assert memory["max_batch"] == 16 and memory["max_context"] == 32768
     assert facts["tokenizer"]["ends_with"] == ["<|im_end|>", "<|endoftext|>"] and facts["tokenizer"]["chat_template"]
     assert facts["ops"]["mlp"] == "reference" and len(facts["ops"]) > 5
@@ -345,7 +345,7 @@ def test_inspect_shows_the_source_of_drafts(capsys):
         facts = json.loads(capsys.readouterr().out)
         assert (facts["speculation"] or "").startswith(who) and bool(facts["speculation"]) == bool(who)
         memory = facts["memory"]
-        taken = sum(memory[f"{unit}s"] * memory[f"{unit}_bytes"] for unit in ("page", "slot", "ring"))
+        taken = memory["pages_and_slots_mib"] * (1 << 20) + memory["rings"] * memory["ring_bytes"]
         assert (memory["rings"] > 0) == rings and (12 if "draft" in option else 16) << 20 >= taken > 11 << 20
     assert main(["inspect", "--random", "0.8b", "--json", "--memory", "4GiB", "--speculate", "ngram"]) == 0
     assert json.loads(capsys.readouterr().out)["memory"]["rings"] == 16

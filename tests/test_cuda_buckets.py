@@ -32,6 +32,7 @@ from deltic.runner.input_batch import (
 from deltic.runner.model_runner import ModelRunner
 from deltic.runner.upload import HostToDeviceBuffer
 
+UNITS_APART = True
 CPU = torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""On a GPU: no more state slots than sequences, and a limit on the memory that a model takes."""
+"""On a GPU: a slot for each sequence, memory that moves between states and pages, and a limit on all of it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import pytest
 import torch
 from reuse_cases import runtime_of
 from speculation_cases import EndingAt
-from support import drain, greedy, numbers, serve
+from support import Answers, drain, greedy, numbers, serve
 
+from deltic.cache.manager import HybridCache
+from deltic.cache.operations import MovePages
+from deltic.cache.tensors import PoolOptions, allocate, frame_layout
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
-from deltic.engine.loading import load
+from deltic.engine.loading import RandomModel, load
 from deltic.errors import ConfigError
-from deltic.params import EngineRequest
+from deltic.params import PAGE, EngineRequest
 from deltic.runner.model_runner import ModelRunner
 
 if not torch.cuda.is_available():
@@ -103,3 +106,143 @@ def test_a_size_of_gpu_memory_is_not_exceeded() -> None:
             loaded(gpu_memory="64MiB")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+# Memory that moves between states and pages
+
+
+def in_frames(runtime: ModelRunner, frames: int, batch: int) -> ModelRunner:
+    """The same model with pools in so many frames, full of NaN."""
+    like = runtime.pools
+    extras = PoolOptions(batch, runtime.mtp is not None, like.tiled, like.keys.dtype, like.recurrent.dtype)
+    layout = frame_layout(runtime.config, like.conv.dtype, extras)
+    assert layout
+    pools = allocate(runtime.config, frames * layout.pages, frames, like.conv.dtype, runtime.decoder.ops, "cuda",
+                     replace(extras, layout=layout))
+    pools.keys.untyped_storage().fill_(0xff)
+    assert pools.recurrent.untyped_storage().data_ptr() == pools.keys.untyped_storage().data_ptr()
+    for tensor in (pools.conv, *(pools.delta_logs or ())):
+        tensor.fill_(float("nan"))
+    pages = frames * layout.pages
+    return replace(runtime, options=replace(runtime.options, token_budget=256, max_batch=batch),
+                   memory=replace(runtime.memory, pages=pages, slots=frames, max_batch=batch,
+                                  max_context=(frames - 1) * layout.pages * PAGE, layout=layout),
+                   cache=HybridCache(pools))
+
+
+def mixed(count: int, vocabulary: int) -> list[EngineRequest]:
+    """Short and long prompts, half of which begin alike."""
+    opening = numbers(1, 300, vocabulary)
+    return [greedy((*opening[:300 * (seed % 2)], *numbers(seed, (9, 40, 350)[seed % 3], vocabulary)), 20 + seed % 60,
+                   str(seed), n=1 + 2 * (seed % 5 == 0), temperature=float(seed % 2), seed=seed)
+            for seed in range(count)]
+
+
+def watched(engine: Engine) -> list[MovePages]:
+    """The moves of its cache from now on."""
+    moved, append = list[MovePages](), engine.runtime.cache.operations.append
+
+    def watch(operation: Any) -> None:
+        moved.extend([operation] if isinstance(operation, MovePages) else [])
+        append(operation)
+
+    engine.runtime.cache.operations.append = watch  # type: ignore[method-assign]
+    return moved
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_answers_are_the_same_while_memory_moves(overlap: bool) -> None:
+    """Bit for bit, against pools of their own with room for all; steps are recorded before."""
+    runtime = loaded(memory="256MiB", max_batch=4, batch_invariant=True)
+    asked = mixed(16, runtime.config.vocab_size)
+    wanted = Engine(runtime_of(runtime, batch=4, slots=32, pages=800, budget=256, context=1024))
+    found = Engine(in_frames(runtime, 32, 4), overlap=overlap)
+    found.runtime.warm_up()
+    pools, moved = found.runtime.pools, watched(found)
+    addresses = [tensor.data_ptr() for tensor in (*pools.page_tensors, *pools.slot_tensors)]
+    answers = [dict[tuple[str, int], list[int]](), dict[tuple[str, int], list[int]]()]
+    for engine, kept in zip((wanted, found), answers, strict=True):
+        for request in asked:
+            engine.add(request)
+        kept.update({key: answer.tokens for key, answer in drain(engine, limit=6000).items()})
+    assert answers[0] == answers[1]
+    assert moved, "no page has become a slot"
+    assert any(operation.sources for operation in moved), "no page has moved"
+    assert addresses == [tensor.data_ptr() for tensor in (*pools.page_tensors, *pools.slot_tensors)]
+
+
+def test_many_rows_answer_the_same_while_memory_moves(runtime: ModelRunner) -> None:
+    """Most states wait in delta logs. Steps of other sizes round differently, so that a few answers may differ."""
+    asked = mixed(80, runtime.config.vocab_size)
+    wanted = Engine(runtime_of(runtime, batch=40, slots=160, pages=4000, budget=256, context=1024))
+    found = Engine(in_frames(runtime, 90, 40))
+    moved = watched(found)
+    for engine in (wanted, found):
+        for request in asked:
+            engine.add(request)
+    answers, others = drain(wanted, limit=6000), drain(found, limit=6000)
+    assert share_alike(answers, others) > 0.9 and moved
+    assert all(answer.last.finish == "length" for answer in others.values())
+
+
+def share_alike(answers: Answers, others: Answers) -> float:
+    """Of answers, those that begin with the same eight tokens."""
+    return sum(answer.tokens[:8] == others[key].tokens[:8] for key, answer in answers.items()) / len(answers)
+
+
+def test_one_long_text_takes_the_memory_of_many_sequences(runtime: ModelRunner) -> None:
+    shared = in_frames(runtime, 80, 48)
+    engine = Engine(shared)
+    for request in requests(48, runtime.config.vocab_size):
+        engine.add(request)
+    most = 0
+    while engine.has_work:
+        engine.step()
+        most = max(most, len(engine.scheduler.running))
+    assert most >= 40
+    long = greedy(numbers(9, shared.memory.max_context - 40, runtime.config.vocab_size), 30, "long")
+    engine.add(long)
+    found = drain(engine)["long", 0]
+    pages = -(-shared.memory.max_context // PAGE)
+    alone = Engine(runtime_of(runtime, batch=1, slots=4, pages=pages + 4, context=pages * PAGE, budget=256,
+                              reuse=False))
+    alone.add(long)
+    assert drain(alone)["long", 0].tokens == found.tokens and len(found.tokens) == 30
+
+
+def test_units_are_found_where_numbers_pass_32_bits() -> None:
+    """In frames, the numbers of units run as if each tensor filled the whole block."""
+    large = load(RandomModel("qwen3.5-4b", 8, initializer_range=0.05), EngineConfig(
+        device="cuda", dtype="bfloat16", memory="24GiB", max_batch=32, max_context=100_000, speculate="off",
+        token_budget=256))
+    assert large.memory.layout and large.pools.keys[0].numel() > 1 << 32
+    assert large.pools.recurrent[0].numel() > 1 << 31
+    units = large.cache.accounts.units
+    held = [units.take_slot()[0] for _ in range(3 * large.cache.slots.size // 4)]  # the engine gets the others
+    engine, asked = Engine(large), mixed(24, large.config.vocab_size)
+    for request in asked:
+        engine.add(request)
+    found, most = dict[tuple[str, int], list[int]](), 0
+    while engine.has_work:
+        most = max([most, *(sequence.cache.slot for sequence in engine.scheduler.running if sequence.cache)])
+        for event in engine.step():
+            if event.token is not None:
+                found.setdefault((event.request, event.choice), []).append(event.token)
+    assert most * large.pools.recurrent[0, 0].numel() > 1 << 31, "slots are lower"
+    large.cache.slots.release(held)
+    engine.check()
+    layout, last = large.memory.layout, large.pools.last_page
+    assert layout
+    old, new = [*range(last - 40, last)], [layout.first_page(0) + page for page in range(40)]
+    for tensor in large.pools.page_tensors:
+        for page in old:
+            tensor[:, page] = page - last
+    large.pools.apply([MovePages(tuple(old), tuple(new))])
+    for tensor in large.pools.page_tensors:
+        assert [float(tensor[:, page].unique()) for page in new] == [float(page - last) for page in old]
+    large.cache.clear()
+    wanted = Engine(runtime_of(large, batch=32, slots=80, pages=3000, budget=256, context=1024, reuse=False))
+    for request in asked:
+        wanted.add(request)
+    answers = drain(wanted, limit=6000)
+    assert sum(answer.tokens[:8] == found[key][:8] for key, answer in answers.items()) > 0.9 * len(answers)

@@ -31,6 +31,7 @@ from deltic.spec_decode.draft_length import FixedDraftLength
 from deltic.spec_decode.mtp import PendingDrafts
 from deltic.spec_decode.proposers import MtpProposer
 
+UNITS_APART = True
 if not torch.cuda.is_available():
     pytest.skip("torch finds no CUDA device", allow_module_level=True)
 MODELS = {"0.8b": (SMALL, "none", 4000), "0.8b q4_k": (SMALL, "q4_k", 4000), "4b fp8": (LARGE, "fp8", 4000),

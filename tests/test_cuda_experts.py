@@ -31,6 +31,7 @@ from deltic.runner.input_batch import build
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.draft_length import FixedDraftLength
 
+UNITS_APART = True
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 TRUE = ExpertsShape(2048, 512, 256, 8, True, True)
 SHAPES = [ExpertsShape(192, 40, 5, 1, True, True), ExpertsShape(192, 40, 5, 3, True, True),

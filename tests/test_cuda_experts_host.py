@@ -35,6 +35,7 @@ from deltic.runner.expert_offload import host_share
 from deltic.runner.input_batch import build
 from deltic.runner.model_runner import ModelRunner
 
+UNITS_APART = True
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 HOSTED = [replace(shape, host=True) for shape in (*SHAPES, TRUE)]
 

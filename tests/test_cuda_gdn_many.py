@@ -21,6 +21,7 @@ from deltic.runner.input_batch import decoding, step_of
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.draft_length import FixedDraftLength
 
+UNITS_APART = True
 if not torch.cuda.is_available():
     pytest.skip("torch finds no CUDA device", allow_module_level=True)
 

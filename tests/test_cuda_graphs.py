@@ -23,6 +23,7 @@ from deltic.runner.input_batch import decoding, step_of
 from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
 
+UNITS_APART = True
 ROOT = Path(__file__).resolve().parents[1]
 
 if not torch.cuda.is_available():

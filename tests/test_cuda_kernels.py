@@ -46,6 +46,7 @@ from deltic.ops.types import (
 from deltic.runner.input_batch import build, step_of
 from deltic.runner.model_runner import ModelRunner
 
+UNITS_APART = True
 __test__ = torch.cuda.is_available()  # without a device only the helpers below are of use
 NAN = float("nan")
 

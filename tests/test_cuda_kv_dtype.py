@@ -41,6 +41,7 @@ from deltic.session import Session
 from deltic.spec_decode.draft_length import FixedDraftLength
 from deltic.spec_decode.proposers import MtpProposer
 
+UNITS_APART = True
 if not torch.cuda.is_available():
     pytest.skip("torch finds no CUDA device", allow_module_level=True)
 NAN = float("nan")

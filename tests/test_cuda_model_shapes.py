@@ -20,6 +20,7 @@ from deltic.ops.types import Batch
 from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
 
+UNITS_APART = True
 __test__ = torch.cuda.is_available()
 VOCABULARY = 5003
 

@@ -44,6 +44,7 @@ from deltic.runner.input_batch import build
 from deltic.runner.memory import working_bytes
 from deltic.runner.model_runner import ModelRunner
 
+UNITS_APART = True
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 GIB = 1 << 30
 

@@ -42,6 +42,7 @@ from deltic.runner.input_batch import build
 from deltic.runner.model_runner import ModelRunner
 from deltic.runner.weights import not_packed
 
+UNITS_APART = True
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
 

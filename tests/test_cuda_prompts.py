@@ -26,6 +26,7 @@ from deltic.ops.types import PAGE, AttentionWeights, Batch, GdnSpec, GdnWeights,
 from deltic.runner.input_batch import build
 from deltic.runner.model_runner import ModelRunner
 
+UNITS_APART = True
 if not torch.cuda.is_available():
     pytest.skip("torch finds no CUDA device", allow_module_level=True)
 NAN = float("nan")

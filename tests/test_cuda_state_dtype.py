@@ -37,6 +37,7 @@ from deltic.runner.input_batch import decoding, power_of_two, step_of, verifying
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.draft_length import FixedDraftLength
 
+UNITS_APART = True
 if not torch.cuda.is_available():
     pytest.skip("torch finds no CUDA device", allow_module_level=True)
 BF16, NAN = torch.bfloat16, float("nan")

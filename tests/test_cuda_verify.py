@@ -30,6 +30,7 @@ from deltic.session import Session
 from deltic.spec_decode.draft_length import FixedDraftLength
 from deltic.spec_decode.proposers import MtpProposer
 
+UNITS_APART = True
 __test__ = torch.cuda.is_available()  # without a device only the helpers below are of use
 SMALL, LARGE = (RandomModel(name, 4, initializer_range=0.05, head=True) for name in ("qwen3.5-0.8b", "qwen3.5-4b"))
 SIZES = {"tiny": (None, "none"), "0.8b": (SMALL, "none"), "4b": (LARGE, "none"), "0.8b q4_k": (SMALL, "q4_k"),

@@ -13,7 +13,7 @@ from test_house import FILES, ROOT, TREES, imports, room, shown, walk
 
 LINES = {
     ".": 1900,
-    "cache": 4100,
+    "cache": 4600,
     "chat": 6950,
     "cli": 4900,
     "config": 1700,

@@ -28,7 +28,7 @@ from deltic.cache.offload.identity import Identity
 from deltic.cache.offload.index import TierIndex
 from deltic.cache.offload.open import open_tiers
 from deltic.cache.offload.types import StoredItem
-from deltic.cache.operations import CopyPage
+from deltic.cache.operations import CopyPage, PoolSizes
 from deltic.cache.tensors import page_bytes, slot_bytes
 from deltic.cli import main
 from deltic.config import EngineConfig, ModelConfig
@@ -76,7 +76,8 @@ def test_pages_of_half_the_bytes_are_more_of_them(head: bool) -> None:
         plan, extras = plan_memory(config, options, torch.bfloat16, head, drafts=False)
         assert extras.kv == (FP8 if kv == "fp8" else None)
         size = page_bytes(config, extras.kv or torch.bfloat16, head)
-        taken = plan.pages * size + plan.slots * slot_bytes(config, torch.bfloat16, head)
+        state = slot_bytes(config, torch.bfloat16, head)
+        taken = PoolSizes(plan.pages, plan.slots, 0, size // PAGE, state, layout=extras.layout).bytes
         assert 15 << 30 < taken <= 16 << 30
         pages.append((plan.pages, size))
     (many, large), (more, small) = pages

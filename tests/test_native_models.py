@@ -28,6 +28,7 @@ from deltic.ops.types import Batch
 from deltic.runner.input_batch import build
 from deltic.runner.model_runner import ModelRunner
 
+UNITS_APART = True
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
 SHAPE = odd_shape(hidden_size=256, intermediate_size=512, head_dim=64, linear=LinearConfig(2, 6, 24, 128, 4))

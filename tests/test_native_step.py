@@ -24,6 +24,7 @@ from deltic.ops.types import PAGE, Batch, CacheViews, GdnWeights, StateView
 from deltic.runner.input_batch import build
 from deltic.runner.model_runner import ModelRunner
 
+UNITS_APART = True
 needs_kernels = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
 CPU = torch.device("cpu")

@@ -250,7 +250,7 @@ def long_run(ops: Ops, x: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     slot, template = torch.tensor([1]), build_batch([Row(chunk, 0)]).batch
     for done in range(0, len(x), chunk):
         batch = replace(template, done=torch.tensor([done]), base=torch.tensor([done]), source=slot, target=slot,
-                        span=(1, 2) if chunk == 1 else None, memo={})
+                        span=(1, 2, 1) if chunk == 1 else None, memo={})
         outputs.append(ops.gdn_mixer(x[done : done + chunk], weights, view, batch)[:, : DRIFT.values])
     return torch.cat(outputs)[-512:], view.recurrent[1]
 

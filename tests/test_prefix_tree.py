@@ -464,7 +464,11 @@ class ReuseMachine(RuleBasedStateMachine):
         if any(checkpoint.locks for checkpoint in self.cache.tree._checkpoints):
             return False
         others = {page for holder in (*self.sequences, *self.kept) if holder is not sequence for page in holder.pages}
-        return len(others) < self.cache.pages.size
+        return len(others) < self.most_pages()
+
+    def most_pages(self) -> int:
+        """Pages that fit beside the slots that are not the tree's."""
+        return self.cache.pages.size
 
     @precondition(lambda self: self.kept)
     @rule(pick=st.integers(0, 9))

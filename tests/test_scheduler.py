@@ -399,7 +399,7 @@ def test_rows_are_ordered_by_slot_so_that_backends_may_take_views() -> None:
     engine, spans = engine_with(requests), []
     engine.toy.before = lambda batch: spans.append(batch.span)
     served(engine, requests)
-    assert (0, 4) in spans
+    assert (0, 4, 1) in spans
 
 
 def failing(error: Exception, at: int) -> Callable[[Batch], None]:

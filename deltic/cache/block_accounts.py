@@ -24,8 +24,9 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from deltic.cache.block_pool import BlockPool
-from deltic.cache.handles import CacheSnapshot, SequenceCache
-from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, OperationQueue, PoolSizes
+from deltic.cache.frames import SharedUnits
+from deltic.cache.handles import CacheSnapshot, PageList, SequenceCache
+from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, MovePages, OperationQueue, PoolSizes
 from deltic.cache.radix_tree import PrefixTree
 from deltic.params import PAGE
 
@@ -36,7 +37,8 @@ class BlockAccounts:
     """Pools, tree, sequences and snapshots by slot."""
 
     def __init__(self, sizes: PoolSizes, queue: OperationQueue) -> None:
-        self.pages, self.slots = BlockPool("page", sizes.pages), BlockPool("slot", sizes.slots)
+        self.units = sizes.units()
+        self.pages, self.slots = self.units.pages, self.units.slots
         self.delta_logs = BlockPool("state delta log", sizes.delta_logs)
         self.tree = PrefixTree(self.pages, self.slots, sizes.slot_tokens)
         self.sequences: dict[int, SequenceCache] = {}
@@ -66,29 +68,51 @@ class BlockAccounts:
     def check_owner(self, owner: SequenceCache | CacheSnapshot) -> None:
         assert self.owns(owner), "a sequence or snapshot was released before, or belongs to another cache"
 
-    def attainable(self, pages: int, spared: Iterable[int] = ()) -> int:
-        """Returns how many pages would be free if the tree kept only the `spared` ones; exact only below `pages`."""
-        if self.pages.free >= pages:
-            return self.pages.free
-        return self.pages.size - len({*spared, *(page for owner in self.owners for page in owner.pages)})
+    @property
+    def held_slots(self) -> int:
+        """Slots that the tree does not own."""
+        return len(self.owners) + sum(len(cache.checkpoint_slots) for cache in self.sequences.values())
 
-    def make_room(self, pages: int) -> bool:
-        """Evicts prefixes until so many pages are free, or as many as can be. Returns True if all are."""
-        wanted = min(pages, self.attainable(pages))
-        while self.pages.free < wanted and self.tree.evict():
+    def attainable(self, pages: int, slots: int = 0, spared: Iterable[int] = ()) -> int:
+        """Returns how many pages would be free, beside so many more slots, if the tree kept only the `spared` ones;
+        exact only below `pages`. Negative if the slots do not fit."""
+        free = self.units.free_pages(slots)
+        if free >= pages:
+            return free
+        room, owners = self.units.room(self.held_slots + slots), self.owners
+        spared = [*spared]
+        least = room - len(spared) - sum(len(owner.pages) for owner in owners)  # counts shared pages several times
+        if least >= pages:
+            return least
+        return room - len({*spared, *(page for owner in owners for page in owner.pages)})
+
+    def make_room(self, pages: int, slots: int = 0) -> bool:
+        """Evicts prefixes until so many pages and slots are free. Returns True if all are. If not even an empty tree
+        leaves them, as many pages as can be are free; with slots, nothing is evicted."""
+        wanted = min(pages, self.attainable(pages, slots))
+        if slots and wanted < pages:
+            return False
+        while self.units.free_pages(slots) < wanted and self.tree.evict():
             pass
-        return self.pages.free >= pages
+        return self.units.free_pages(slots) >= pages
 
-    def take_slot(self) -> int | None:
-        """Takes a slot, evicting prefixes for it; None if there is none even so."""
-        while not self.slots.free and self.tree.evict():
-            pass
-        slot = self.slots.take()
-        return None if slot is None else slot[0]
+    def take_slot(self, held: PageList | None = None) -> int | None:
+        """Takes a slot, evicting prefixes for it; None if there is none even so. Pages may move for it. held: further
+        pages, whose numbers follow."""
+        if not self.make_room(0, slots=1):
+            return None
+        slot, moved = self.units.take_slot()
+        if moved is not None:
+            self.queue.append(MovePages(tuple(moved), tuple(moved.values())))
+        if moved:
+            for pages in (*(owner.pages for owner in self.owners), *([] if held is None else [held])):
+                pages.renumber(moved)
+            self.tree.renumber(moved)
+        return slot
 
-    def take_copy(self, pages: Sequence[int], done: int) -> tuple[int, list[int]] | None:
+    def take_copy(self, pages: PageList, done: int) -> tuple[int, PageList] | None:
         """Takes a slot, and pages as `share_pages` does; None, and no change, if something is short."""
-        slot = self.take_slot()
+        slot = self.take_slot(pages)
         if slot is None:
             return None
         shared = self.share_pages(pages, done)
@@ -97,11 +121,11 @@ class BlockAccounts:
             return None
         return slot, shared
 
-    def share_pages(self, pages: Sequence[int], done: int) -> list[int] | None:
+    def share_pages(self, pages: Sequence[int], done: int) -> PageList | None:
         """Adds an owner to the full pages below `done` and copies the partial one; None, and no change, if there is no
         page for the copy."""
         full, rest = divmod(done, PAGE)
-        shared = [*pages[:full]]
+        shared = PageList(pages[:full])
         self.pages.share(shared)
         if not rest:
             return shared
@@ -109,7 +133,8 @@ class BlockAccounts:
         if own is None:
             self.pages.release(shared)
             return None
-        return [*shared, own]
+        shared.append(own)
+        return shared
 
     def own_page(self, page: int) -> int | None:
         """Takes a copy of a page; None if no page is free."""
@@ -174,6 +199,16 @@ class StateSlots:
         if self._recurrent and base < done:
             assert cache.delta_log is not None
             self._accounts.queue.append(FlushDeltaLog(cache.slot, cache.delta_log, base, done))
+
+    def drop_checkpoint(self) -> bool:
+        """Frees a slot for a state that is not in the tree yet, of the youngest sequence that has one, if pages can
+        take its place. Returns False if there is none."""
+        for cache in reversed(self._accounts.sequences.values()):
+            if cache.checkpoint_slots and isinstance(self._accounts.units, SharedUnits):
+                position = min(cache.checkpoint_slots, key=lambda position: (position in cache.likely_resume, position))
+                self._accounts.slots.release([cache.checkpoint_slots.pop(position)])
+                return True
+        return False
 
     def swap(self, first: SequenceCache, second: SequenceCache) -> None:
         """Exchanges the slots of two sequences: a step wrote the first one's state into the second one's slot."""

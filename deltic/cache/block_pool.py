@@ -23,6 +23,11 @@ class BlockPool:
         """Units that can be taken now."""
         return len(self._free) + self.size - len(self._owners)
 
+    @property
+    def used(self) -> int:
+        """Units that have owners."""
+        return self.size - self.free
+
     def take(self, count: int = 1) -> list[int] | None:
         """Takes `count` units; None, and no change, if there are not so many."""
         if count > self.free:

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from deltic.cache.radix_tree import Checkpoint, Node
 from deltic.params import PAGE
+
+
+class PageList(list[int]):
+    """The pages of a sequence. version: grows when entries change, not when the list becomes longer."""
+
+    __slots__ = ("version",)
+
+    def __init__(self, pages: Iterable[int] = ()) -> None:
+        super().__init__(pages)
+        self.version = 0
+
+    def renumber(self, moved: Mapping[int, int]) -> None:
+        """Replaces the numbers of pages that have moved."""
+        if not moved.keys().isdisjoint(self):
+            self[:] = [moved.get(page, page) for page in self]
+            self.version += 1
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +48,7 @@ class SequenceCache:
     """
 
     slot: int
-    pages: list[int] = field(default_factory=list)
+    pages: PageList = field(default_factory=PageList)
     keys: list[int] = field(default_factory=list)
     done: int = 0
     logits: Any = None
@@ -70,7 +87,7 @@ class CacheSnapshot:
     """A position that sequences can return to: keys, pages and a copy of the state. logits: of the last token."""
 
     slot: int
-    pages: tuple[int, ...]
+    pages: PageList
     tokens: tuple[int, ...]
     logits: Any = None
 

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from deltic.cache.block_accounts import BlockAccounts, StateSlots
-from deltic.cache.handles import CacheSnapshot, PreemptedState, SequenceCache
+from deltic.cache.handles import CacheSnapshot, PageList, PreemptedState, SequenceCache
 from deltic.cache.offload.tiers import LoadRequest, StoreRequest
 from deltic.cache.operations import CopySlot, OperationQueue, Pools, RestoreItem, StoreItem
 from deltic.cache.radix_tree import Checkpoint, PrefixMatch
@@ -103,19 +103,21 @@ class HybridCache:
         return cache
 
     def _admit_at_start(self, pages: int) -> SequenceCache | None:
-        if pages > self.accounts.attainable(pages) or not self.accounts.make_room(pages):
+        if not self.accounts.make_room(pages, slots=1):
             return None
         slot = self.accounts.take_slot()
         return None if slot is None else self.accounts.add(SequenceCache(slot))
 
     def _admit_at(self, checkpoint: Checkpoint, pages: int) -> SequenceCache | None:
         """The sequence gets copies of the state and of the partial page, so that the checkpoint may go at once."""
-        path = self.tree.path(checkpoint)
-        missing = pages - checkpoint.done // PAGE
-        if missing > self.accounts.attainable(missing, path):
+        path = PageList(self.tree.path(checkpoint))
+        missing = max(pages - checkpoint.done // PAGE, bool(checkpoint.done % PAGE))
+        # the checkpoint's slot is needed until its copy is queued
+        if missing > self.accounts.attainable(missing, 2, path):
             return None
         checkpoint.locks += 1
-        copy = self.accounts.take_copy(path, checkpoint.done) if self.accounts.make_room(missing) else None
+        roomy = self.accounts.make_room(missing, slots=1)
+        copy = self.accounts.take_copy(path, checkpoint.done) if roomy else None
         checkpoint.locks -= 1
         if copy is None:
             return None
@@ -131,19 +133,19 @@ class HybridCache:
         loaded = load.loaded
         if loaded is None or load.tier is None or loaded.done <= known:
             return None
-        shared = self.tree.shared(loaded.tokens)
+        shared = PageList(self.tree.shared(loaded.tokens))
         loaded_pages = -(-loaded.done // PAGE)
         missing = max(pages, loaded_pages) - len(shared)
-        if missing > self.accounts.attainable(missing, shared):
+        if missing > self.accounts.attainable(missing, 1, shared):
             return None
         self.pages.share(shared)
-        slot = self.accounts.take_slot() if self.accounts.make_room(missing) else None
+        slot = self.accounts.take_slot(shared) if self.accounts.make_room(missing, slots=1) else None
         fresh = None if slot is None else self.pages.take(loaded_pages - len(shared))
         if slot is None or fresh is None:
             self.pages.release(shared)
             self.slots.release([] if slot is None else [slot])
             return None
-        cache = SequenceCache(slot, [*shared, *fresh], [], loaded.done, loaded.logits, load.tier.name)
+        cache = SequenceCache(slot, PageList([*shared, *fresh]), [], loaded.done, loaded.logits, load.tier.name)
         self.operations.append(RestoreItem(self.pools.hold(loaded), tuple(cache.pages), len(shared) * PAGE, slot))
         load.tier.hits += 1
         load.tier.hit_tokens += loaded.done - known
@@ -221,7 +223,8 @@ class HybridCache:
         self.states.flush(cache)
         try:
             self.operations.flush()
-            finite = self.pools.sound((cache.slot, *cache.checkpoint_slots.values()), cache.pages, cache.done)
+            states = cache.slot, *cache.checkpoint_slots.values()
+            finite = cache.done > 0 and self.pools.sound(states, cache.pages, cache.done)
         except Exception:  # such as a shortage of memory
             log.exception("a prefix is not kept, as its tensors could not be checked")
             finite = False
@@ -265,7 +268,7 @@ class HybridCache:
         if copy is None:
             return None
         self.accounts.remove(copy)
-        snapshot = self.accounts.add(CacheSnapshot(copy.slot, tuple(copy.pages), tuple(copy.tokens), logits))
+        snapshot = self.accounts.add(CacheSnapshot(copy.slot, copy.pages, tuple(copy.tokens), logits))
         self.tree.keep_logits(self.rows - self._snapshots_with_logits)
         return snapshot
 
@@ -280,10 +283,10 @@ class HybridCache:
         if snapshot is not None:
             self.accounts.check_owner(snapshot)
             others = {page for owner in self.accounts.owners if owner is not cache for page in owner.pages}
-            if snapshot.done % PAGE and len(others) == self.pages.size:
+            if snapshot.done % PAGE and len(others) >= self.accounts.units.room(self.accounts.held_slots):
                 return False
         self.pages.release(cache.pages)
-        cache.pages, cache.keys = [], []
+        cache.pages, cache.keys = PageList(), []
         cache.done = cache.unflushed = 0
         _forget_keys(cache)
         if snapshot is not None:
@@ -335,7 +338,7 @@ class HybridCache:
         states = len(owners) + len(self._preempted) + 1
         pages = sum(len(owner.pages) for owner in owners) + sum(state.pages for state in self._preempted)
         enough_slots = states <= self.slots.size - self.slots.size // _PREEMPTION_RESERVE
-        return enough_slots and pages + -(-more_tokens // PAGE) <= self.pages.size
+        return enough_slots and pages + -(-more_tokens // PAGE) <= self.accounts.units.room(states)
 
     def preempt(self, cache: SequenceCache, keep: bool) -> PreemptedState:
         """Releases a sequence that will go on soon: its prefix is guarded in the tree and not stored in the tiers."""

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from deltic.cache.frames import FrameLayout
 from deltic.errors import ConfigError
 from deltic.params import PAGE
 
@@ -30,6 +31,7 @@ class MemoryNeeds:
     keeps: prefixes are kept for following sequences.
     context_first: a context of this length was asked for, unlike the number of sequences.
     option: the option that raises the budget.
+    layout: pages and slots share memory.
     """
 
     page_bytes: int
@@ -42,6 +44,7 @@ class MemoryNeeds:
     keeps: bool = True
     context_first: bool = False
     option: str = "memory"
+    layout: FrameLayout | None = None
 
     @property
     def context_pages(self) -> int:
@@ -55,6 +58,8 @@ class MemoryNeeds:
     @property
     def smallest_bytes(self) -> int:
         """What one sequence needs at least."""
+        if self.layout:
+            return 3 * self.layout.unit + self.log_bytes + self.row_bytes
         return self.page_bytes + self.sequence_bytes + self.slot_bytes + self.row_bytes
 
     @property
@@ -68,6 +73,7 @@ class MemoryPlan:
     """Units to allocate, and the limits that they allow.
 
     delta_logs: one for each sequence, or none.
+    layout: pages and slots share memory: these are the most of each.
     warnings: limits that were lowered, and why.
     rows: prompt ends that may be kept with logits; None: as many as there are slots.
     notes: how the memory is divided.
@@ -81,6 +87,7 @@ class MemoryPlan:
     rows: int | None = None
     delta_logs: int = 0
     notes: tuple[str, ...] = field(default=())
+    layout: FrameLayout | None = None
 
 
 def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
@@ -94,6 +101,8 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     3. One whole context gets pages; `max_context` is lowered to fit, with a warning.
     4. Of what remains, half goes to slots for checkpoints, half to pages: for whole contexts of all sequences, and for
        the K/V between checkpoints. If no prefixes are kept, all of it goes to pages.
+
+    If pages and slots share memory, nothing is divided but logits and logs, see `_share_memory`.
     """
     context, smallest = needs.max_context or needs.model_context, needs.smallest_bytes
     if budget < smallest:
@@ -103,14 +112,12 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     if needs.row_bytes:
         rows = 1 + min(rows - 1, budget // _ROWS // needs.row_bytes, (budget - smallest) // needs.row_bytes)
     budget -= rows * needs.row_bytes
+    if needs.layout:
+        plan = _share_memory(budget, needs, needs.layout, rows)
+        spare = rows - (plan.rows or 0)  # there are not so many slots
+        return _share_memory(budget + spare * needs.row_bytes, needs, needs.layout, rows - spare) if spare else plan
     batch = _batch(budget, needs)
-    warnings = list[str]()
-    if context > needs.model_context:
-        warnings.append(f"max_context {context} is more than the {needs.model_context} that the model is made for")
-    if batch < needs.max_batch:
-        warnings.append(f"max_batch is {batch} instead of {needs.max_batch}: a sequence takes "
-                        f"{_mib(needs.sequence_bytes)} without its K/V, and the cache has {_mib(budget)} (raise "
-                        f"`{needs.option}`)")
+    warnings = _batch_warnings(budget, needs, batch)
     logs = batch if needs.log_bytes else 0
     budget -= logs * needs.log_bytes
     slots = batch + extra_slots(batch)
@@ -120,15 +127,69 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     pages = (budget - slots * needs.slot_bytes) // needs.page_bytes if needs.page_bytes else 1 << 20
     if pages < needs.context_pages:
         context = pages * PAGE
-        warnings.append(f"max_context is {context} instead of {needs.max_context or needs.model_context}: that is "
-                        f"what {_mib(budget)} of cache hold (raise `{needs.option}`)")
+        warnings.append(_context_warning(budget, needs, context))
     most = batch * needs.context_pages + kept * _pages_between_checkpoints(needs)
     return MemoryPlan(min(pages, most), slots, batch, context, tuple(warnings), min(rows, slots), logs)
+
+
+def _share_memory(budget: int, needs: MemoryNeeds, layout: FrameLayout, rows: int) -> MemoryPlan:
+    """Plans frames, each of which may become a slot or pages at run time. rows: prompt ends with logits, which are paid
+    for.
+
+    1. `max_batch` is the number of sequences that fit with a page each; if the context comes first, whose logs fit
+       beside it, or that take an eighth. Fewer run while contexts are longer.
+    2. `max_context` is what fits beside the logs of all sequences and one slot.
+    3. Frames that may become slots need some memory besides: as many as there may be sequences and checkpoints.
+    """
+    counts, sequence = range(1, needs.max_batch + 1), layout.unit + needs.log_bytes
+    batch = bisect_right(counts, budget, key=lambda count: count * sequence + layout.frames_for(count) * layout.unit)
+    if needs.context_first:
+        whole = (1 + layout.frames_for(needs.context_pages)) * layout.unit
+        batch = min(batch, max(bisect_right(counts, budget - whole, key=lambda count: count * needs.log_bytes),
+                               bisect_right(counts, budget // 8, key=lambda count: count * sequence + layout.unit)))
+    batch = max(1, batch)
+    warnings = _batch_warnings(budget, needs, batch)
+    logs = batch if needs.log_bytes else 0
+    budget -= logs * needs.log_bytes
+    kept = _MAX_KEPT if needs.keeps else 0
+    slots = batch + extra_slots(batch) + kept
+    pages = batch * needs.context_pages + kept * _pages_between_checkpoints(needs)
+    frames = budget // layout.unit
+    if frames > slots:
+        frames = min(slots + layout.frames_for(pages), (budget - slots * layout.side) // layout.size)
+    context, fits = needs.max_context or needs.model_context, (frames - 1) * layout.pages
+    if fits < needs.context_pages:
+        context = fits * PAGE
+        warnings.append(_context_warning(budget, needs, context))
+    slots = min(frames, slots)
+    return MemoryPlan(frames * layout.pages, slots, batch, context, tuple(warnings), min(rows, slots), logs,
+                      layout=layout)
+
+
+def _batch_warnings(budget: int, needs: MemoryNeeds, batch: int) -> list[str]:
+    warnings, context = list[str](), needs.max_context or 0
+    if context > needs.model_context:
+        warnings.append(f"max_context {context} is more than the {needs.model_context} that the model is made for")
+    if batch < needs.max_batch:
+        warnings.append(f"max_batch is {batch} instead of {needs.max_batch}: a sequence takes "
+                        f"{_mib(needs.sequence_bytes)} without its K/V, and the cache has {_mib(budget)} (raise "
+                        f"`{needs.option}`)")
+    return warnings
+
+
+def _context_warning(budget: int, needs: MemoryNeeds, context: int) -> str:
+    return (f"max_context is {context} instead of {needs.max_context or needs.model_context}: that is what "
+            f"{_mib(budget)} of cache hold (raise `{needs.option}`)")
 
 
 def enough(needs: MemoryNeeds, tokens: int) -> int:
     """Returns a budget that suffices for all sequences, a whole context and so many more tokens."""
     batch = needs.max_batch
+    if needs.layout:
+        pages = batch * min(needs.context_pages, _LEAST_PAGES) + needs.context_pages + -(-tokens // PAGE)
+        frames = batch + extra_slots(batch) + needs.layout.frames_for(pages)
+        size = frames * needs.layout.unit + batch * needs.log_bytes
+        return size * _ROWS // (_ROWS - 1) + 2 * needs.row_bytes + needs.layout.unit
     sequences = batch * (needs.sequence_bytes + needs.least_bytes) + extra_slots(batch) * needs.slot_bytes
     # half of what remains goes to slots for checkpoints
     pages = (needs.context_pages + 2 * -(-tokens // PAGE)) * needs.page_bytes

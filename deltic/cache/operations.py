@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from deltic.cache.frames import FixedUnits, FrameLayout, SharedUnits, Units
 from deltic.errors import UnavailableError
 from deltic.params import PAGE
 
@@ -24,6 +25,14 @@ class CopyPage:
 
     source: int
     target: int
+
+
+@dataclass(frozen=True, slots=True)
+class MovePages:
+    """Copies pages, perhaps none, out of memory that becomes a slot, once nothing is written to it any more."""
+
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +78,10 @@ class RestoreItem:
     slot: int
 
 
-Operation = CopyPage | CopySlot | FlushDeltaLog | StoreItem | RestoreItem
+Operation = CopyPage | MovePages | CopySlot | FlushDeltaLog | StoreItem | RestoreItem
 
 _KINDS: dict[str, Callable[..., Operation]] = {
-    kind.__name__: kind for kind in (CopyPage, CopySlot, FlushDeltaLog, StoreItem, RestoreItem)}
+    kind.__name__: kind for kind in (CopyPage, MovePages, CopySlot, FlushDeltaLog, StoreItem, RestoreItem)}
 
 
 def plain(operation: Operation) -> list[Any]:
@@ -93,6 +102,7 @@ class PoolSizes:
     token_bytes: of a token's K/V in all layers.
     slot_bytes: of a state in all layers.
     recurrent: some layer has a state, so that a sequence cannot be cut anywhere.
+    layout: pages and slots share memory: these are the most of each, which do not fit at the same time.
     """
 
     pages: int
@@ -101,6 +111,20 @@ class PoolSizes:
     token_bytes: int = 0
     slot_bytes: int = 0
     recurrent: bool = True
+    layout: FrameLayout | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of all pages and slots."""
+        if self.layout is None:
+            return self.pages * PAGE * self.token_bytes + self.slots * self.slot_bytes
+        return self.pages // self.layout.pages * self.layout.size + self.slots * self.layout.side
+
+    def units(self) -> Units:
+        """Returns their accounts."""
+        if self.layout is None:
+            return FixedUnits(self.pages, self.slots)
+        return SharedUnits(self.layout, self.pages // self.layout.pages, self.slots)
 
     @property
     def slot_tokens(self) -> float:

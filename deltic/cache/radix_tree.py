@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from deltic.cache.block_pool import BlockPool
+from deltic.cache.frames import PagePool, SlotPool
 from deltic.params import PAGE, common_length
 
 log = logging.getLogger("deltic")
@@ -112,7 +112,7 @@ class PrefixTree:
     changes: grows with every checkpoint that comes or goes, and with its logits.
     """
 
-    def __init__(self, pages: BlockPool, slots: BlockPool, slot_tokens: float) -> None:
+    def __init__(self, pages: PagePool, slots: SlotPool, slot_tokens: float) -> None:
         """slot_tokens: the cost of a slot, in tokens of K/V."""
         self._pages, self._slots, self._slot_tokens = pages, slots, slot_tokens
         self._root = Node(None, b"", array("q"), 0)
@@ -259,6 +259,15 @@ class PrefixTree:
         self.evictions += 1
         self._remove(victim)
         return True
+
+    def renumber(self, moved: Mapping[int, int]) -> None:
+        """Replaces the numbers of pages that have moved."""
+        for node in self._nodes():
+            if not moved.keys().isdisjoint(node.pages):
+                node.pages = array("q", [moved.get(page, page) for page in node.pages])
+        for checkpoint in self._checkpoints:
+            if checkpoint.page is not None:
+                checkpoint.page = moved.get(checkpoint.page, checkpoint.page)
 
     def owned_pages(self) -> Iterator[int]:
         """Yields every page, once per owner in the tree."""

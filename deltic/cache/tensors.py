@@ -19,10 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltic.cache.frames import FrameLayout
 from deltic.cache.offload.item_validator import PoolItemValidator
 from deltic.cache.offload.tiers import StoreRequest
 from deltic.cache.offload.types import LoadedPrefix, PrefixSource, Tensors
-from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, Operation, PoolSizes, RestoreItem, StoreItem
+from deltic.cache.operations import (
+    CopyPage,
+    CopySlot,
+    FlushDeltaLog,
+    MovePages,
+    Operation,
+    PoolSizes,
+    RestoreItem,
+    StoreItem,
+)
 from deltic.config import ModelConfig
 from deltic.ops import Ops
 from deltic.ops.capabilities import on_device
@@ -32,6 +42,7 @@ from deltic.ops.types import PAGE, RING, DeltaLogView, KvView, StateView
 
 log = logging.getLogger("deltic")
 
+_ALIGNMENT = 64
 _SPANS = 32
 """A prefix from a tier is copied span by span to at most so many spans of the pool, and else by an index."""
 STATE_LAYOUT = 2
@@ -41,13 +52,15 @@ STATE_LAYOUT = 2
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
     """delta_logs: number of state delta logs. head: the model's draft head runs, which has K/V of its own and reads the
-    last hidden state. tiled: as in `GdnSpec`. kv: dtype of K/V; None: the model's. state: dtype of recurrent states."""
+    last hidden state. tiled: as in `GdnSpec`. kv: dtype of K/V; None: the model's. state: dtype of recurrent states.
+    layout: pages and slots share memory."""
 
     delta_logs: int = 0
     head: bool = False
     tiled: bool = False
     kv: torch.dtype | None = None
     state: torch.dtype = torch.float32
+    layout: FrameLayout | None = None
 
 
 PLAIN = PoolOptions()
@@ -65,8 +78,21 @@ class _UnitTensor:
     def nbytes(self) -> int:
         return self.layers * prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def entry(self) -> int:
+        """Bytes of the part in one layer."""
+        return prod(self.shape) * self.dtype.itemsize
+
     def reserve(self, units: int, device: str) -> Tensor:
         return reserve((self.layers, units, *self.shape), self.dtype, device)
+
+    def within(self, block: Tensor, units: int, start: int, step: int) -> Tensor:
+        """Returns a view [layers, units, ...] of bytes: units side by side from `start` on, those of the next layer
+        `step` bytes later. Layers may overlap."""
+        strides = torch.empty(self.shape, device="meta").stride()
+        size = self.dtype.itemsize
+        return block.view(self.dtype).as_strided((self.layers, units, *self.shape), (step // size, self.entry // size,
+                                                 *strides), start // size)
 
 
 def _page(config: ModelConfig, dtype: torch.dtype, head: bool) -> dict[str, _UnitTensor]:
@@ -93,6 +119,22 @@ def _delta_log(config: ModelConfig, dtype: torch.dtype) -> tuple[_UnitTensor, ..
         linear.num_value_heads,)
     return (_UnitTensor(layers, (RING, config.conv_dim), dtype),
             *(_UnitTensor(layers, (RING, *entry), torch.float32) for entry in entries))
+
+
+def frame_layout(config: ModelConfig, dtype: torch.dtype, extras: PoolOptions) -> FrameLayout | None:
+    """Returns how pages and slots share memory; None if they cannot: without layers of one kind, with keys and values
+    of different sizes, or if pages would fill less than seven eighths of a state."""
+    page = _page(config, extras.kv or dtype, extras.head)
+    slot = _slot(config, dtype, extras.head, extras.state)
+    state, keys = slot["recurrent"], page["keys"]
+    if not (state.layers and keys.layers) or keys.entry != page["values"].entry:
+        return None
+    parts, loss = 2 * keys.layers, keys.entry - 1 if state.nbytes % keys.entry else 0
+    pages = (state.nbytes - loss) // (parts * keys.entry)
+    if 8 * pages * parts * keys.entry < 7 * state.nbytes:
+        return None
+    side = sum(state.layers * part.entry for name, part in slot.items() if name != "recurrent")
+    return FrameLayout(state.nbytes, pages, keys.entry, state.layers, side)
 
 
 def page_bytes(config: ModelConfig, dtype: torch.dtype, head: bool = False) -> int:
@@ -127,6 +169,8 @@ class CachePools:
     copying: copies that may still be under way, oldest first.
     held: objects that queued operations name by a number.
     numbers: the next numbers.
+    layout: the tensors of pages and `recurrent` are views of the same memory, whose layers overlap; only some numbers
+        of pages and slots are used.
     backlogs: each writes what steps have left to be written before the tensors are read elsewhere.
 
     Memory is not initialised: a slot is read only after a write (rows with done = 0 start from zero), a K/V entry only
@@ -142,6 +186,7 @@ class CachePools:
     delta_logs: tuple[Tensor, ...] | None = None
     tiled: bool = False
     vocabulary: int | None = None
+    layout: FrameLayout | None = None
     arriving: defaultdict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
     copying: deque[_Arrival] = field(default_factory=deque)
     held: dict[int, object] = field(default_factory=dict)
@@ -166,14 +211,24 @@ class CachePools:
     def sizes(self) -> PoolSizes:
         page, slot = (sum(tensor[:, :1].numel() * tensor.itemsize for tensor in tensors)
                       for tensors in (self.page_tensors, self.slot_tensors))
+        pages, slots, layout = self.keys.shape[1], self.recurrent.shape[1], self.layout
+        if layout:
+            pages = (layout.frame_of(pages - 1) + 1) * layout.pages
+            slots = (slots - 1) // layout.slot_step + 1
         return PoolSizes(
-            self.keys.shape[1],
-            self.recurrent.shape[1],
+            pages,
+            slots,
             self.delta_logs[0].shape[1] if self.delta_logs else 0,
             page // PAGE,
             slot,
             len(self.recurrent) > 0,
+            layout,
         )
+
+    @property
+    def last_page(self) -> int:
+        """A page that does not share memory with slot 0."""
+        return self.keys.shape[1] - 1
 
     @property
     def item_validator(self) -> PoolItemValidator:
@@ -227,6 +282,11 @@ class CachePools:
                         self.arriving[layer].append(_DeferredPageCopy(tensors, source, target))
                 case CopyPage(source, target):
                     self._copy(self.ops.copy_pages, self.page_tensors, source, target)
+                case MovePages(sources, targets):
+                    self.wait()
+                    if sources:
+                        old, new = (on_device(torch.tensor(pages), self.device) for pages in (sources, targets))
+                        self.ops.copy_pages(tuple(map(as_bytes, self.page_tensors)), old, new)
                 case FlushDeltaLog(slot, delta_log, base, done):
                     self.ops.flush_delta_log(self.state_views(), slot, delta_log, base, done, slot)
                 case StoreItem(item, pages, slot):
@@ -269,17 +329,39 @@ def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, op
     """Reserves address space for the pools. Raises ConfigError if that is refused."""
     page = _page(config, extras.kv or dtype, extras.head)
     slot = _slot(config, dtype, extras.head, extras.state)
-    log_parts = _delta_log(config, dtype) if extras.delta_logs else ()
-    size = pages * sum(part.nbytes for part in page.values())
-    size += slots * sum(part.nbytes for part in slot.values())
+    layout, log_parts = extras.layout, _delta_log(config, dtype) if extras.delta_logs else ()
+    size = PoolSizes(pages, slots, 0, sum(part.nbytes for part in page.values()) // PAGE,
+                     sum(part.nbytes for part in slot.values()), layout=layout).bytes
     size += extras.delta_logs * sum(part.nbytes for part in log_parts)
     with memory_for(f"the cache, {size / (1 << 20):,.0f} MiB in {pages:,} pages and {slots:,} states",
                     "choose a smaller `memory`, which `max_context` and `max_batch` must then fit", "memory"):
-        of_pages = {name: part.reserve(pages, device) for name, part in page.items()}
-        of_slots = {name: part.reserve(slots, device) for name, part in slot.items()}
+        if layout:
+            of_pages, of_slots = _share(page, slot, layout, pages // layout.pages, slots, device)
+        else:
+            of_pages = {name: part.reserve(pages, device) for name, part in page.items()}
+            of_slots = {name: part.reserve(slots, device) for name, part in slot.items()}
         delta_logs = tuple(part.reserve(extras.delta_logs, device) for part in log_parts)
         return CachePools(of_pages["keys"], of_pages["values"], of_slots["recurrent"], of_slots["conv"], ops,
-                          of_slots.get("hidden"), delta_logs or None, extras.tiled, config.vocab_size)
+                          of_slots.get("hidden"), delta_logs or None, extras.tiled, config.vocab_size, layout)
+
+
+def _share(page: dict[str, _UnitTensor], slot: dict[str, _UnitTensor], layout: FrameLayout, frames: int, slots: int,
+           device: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the tensors of pages and slots as views of one block; the parts of slots that never change hands have
+    memory of their own."""
+    block = reserve((-(-frames * layout.size // _ALIGNMENT) * _ALIGNMENT,), torch.uint8, device)
+    numbers = layout.first_page(frames - 1) + layout.pages
+    run = layout.pages * layout.page_step
+    pages = {name: part.within(block, numbers, index * part.layers * run, run)
+             for index, (name, part) in enumerate(page.items())}
+    numbers = (min(slots, frames) - 1) * layout.slot_step + 1
+    of_slots = {"recurrent": slot["recurrent"].within(block, numbers, 0, slot["recurrent"].entry)}
+    for name, part in slot.items():
+        if name != "recurrent":
+            size = (numbers + part.layers - 1) * part.entry
+            own = reserve((-(-size // _ALIGNMENT) * _ALIGNMENT,), torch.uint8, device)
+            of_slots[name] = part.within(own, numbers, 0, part.entry)
+    return pages, of_slots
 
 
 def _source(pools: CachePools, request: StoreRequest, pages: Sequence[int], slot: int) -> PrefixSource:

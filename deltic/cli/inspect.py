@@ -15,7 +15,7 @@ from deltic.cli.output import print_facts
 from deltic.cli.parser import as_typed, existing_file
 from deltic.config import DTYPE_BYTES, DType, EngineConfig, ModelConfig, available_memory
 from deltic.errors import ConfigError, ModelError
-from deltic.params import Auto, Draft, Mtp, Ngram
+from deltic.params import PAGE, Auto, Draft, Mtp, Ngram
 
 if TYPE_CHECKING:
     from deltic.cache.memory_plan import MemoryPlan
@@ -218,6 +218,7 @@ def plan_cache(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, P
 def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, pools: PoolOptions) -> Facts:
     import torch
 
+    from deltic.cache.operations import PoolSizes
     from deltic.cache.tensors import delta_log_bytes, page_bytes, slot_bytes
     from deltic.ops.kv import name_of
 
@@ -228,7 +229,9 @@ def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, p
              "slot": (plan.slots, slot_bytes(config, dtype, pools.head, pools.state)),
              "ring": (pools.delta_logs, delta_log_bytes(config, dtype))}
     for unit, (count, size) in units.items():
-        facts |= {f"{unit}s": count, f"{unit}_bytes": size, f"{unit}s_mib": _mib(count * size)}
+        facts |= {f"{unit}s": count, f"{unit}_bytes": size}
+    shared = PoolSizes(plan.pages, plan.slots, 0, units["page"][1] // PAGE, units["slot"][1], layout=plan.layout)
+    facts |= {"pages_share_memory_with_slots": plan.layout is not None, "pages_and_slots_mib": _mib(shared.bytes)}
     return {**facts, "max_batch": plan.max_batch, "max_context": plan.max_context,
             "notes": list(map(as_typed, plan.notes)), "warnings": list(map(as_typed, plan.warnings))}
 

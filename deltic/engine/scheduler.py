@@ -390,11 +390,11 @@ class Scheduler:
         return cache
 
     def _grant(self, sequence: Sequence, count: int, scheduled: list[Scheduled]) -> int:
-        """Returns up to `count` tokens that have pages, at least one if possible: takes them from the prompt ends that
-        waiting choices would fork, then from the youngest running sequences."""
+        """Returns up to `count` tokens that have pages, at least one if possible: takes them from states that would be
+        kept, from the prompt ends that waiting choices would fork, then from the youngest running sequences."""
         assert sequence.cache is not None
         while not (granted := self.cache.reserve(sequence.cache, count)):
-            if self._drop_fork():
+            if self.cache.states.drop_checkpoint() or self._drop_fork():
                 continue
             victim = self.running[-1]
             self._preempt(victim)

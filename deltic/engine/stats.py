@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from deltic.params import PAGE, Finish
 
 if TYPE_CHECKING:
-    from deltic.cache.block_pool import BlockPool
+    from deltic.cache.frames import PagePool, SlotPool
     from deltic.cache.manager import HybridCache
     from deltic.cache.offload.index import TierIndex
     from deltic.engine.engine import Engine
@@ -209,14 +209,14 @@ def snapshot(engine: Engine) -> EngineSnapshot:
         experts=engine.runtime.experts.statistics() if engine.runtime.experts else None)
 
 
-def _pool(ledger: BlockPool) -> PoolUsage:
-    return PoolUsage(ledger.size - ledger.free, ledger.size)
+def _pool(ledger: PagePool | SlotPool) -> PoolUsage:
+    return PoolUsage(ledger.used, ledger.size)
 
 
 def _device(cache: HybridCache) -> TierUsage:
     page, slot = PAGE * cache.sizes.token_bytes, cache.sizes.slot_bytes
     pages, slots = _pool(cache.pages), _pool(cache.slots)
-    return TierUsage("device", pages.used * page + slots.used * slot, pages.size * page + slots.size * slot,
+    return TierUsage("device", pages.used * page + slots.used * slot, cache.sizes.bytes,
                 len(cache.tree), cache.tree.evictions)
 
 

@@ -29,7 +29,7 @@ class ImageSpan(NamedTuple):
 class PlannedRow:
     """The tokens of one sequence in a step, with cache indices done, done + 1, ... in these pages.
 
-    pages: the list of the sequence's cache, which only becomes longer.
+    pages: the list of the sequence's cache. It becomes longer; if pages move, the operations before the step move them.
     slot: the state to read.
     logits: the last tokens whose logits are wanted.
     target: the slot to write; None: `slot`.

@@ -109,8 +109,8 @@ class Batch:
     emit_row, emit_length, emit_slot [E]: write the row's state after `emit_length` tokens of its sequence (done <
         emit_length <= done + chunk) to this slot.
     logit_tokens [L]: batch indices of the tokens whose logits are wanted, ascending.
-    span: (first, end) of the slots of the leading single-token rows if they are consecutive, read and written in place,
-        so that a backend may take a view.
+    span: the slice (first, end, step) of the slots of the leading single-token rows if they are evenly spaced, read and
+        written in place, so that a backend may take a view.
     count [1]: number of real rows, if the others are padding; None: all.
     padded: the same step in the shape of a bucket, if it has one.
     input_embeds: rows that replace the embeddings of some tokens.
@@ -135,7 +135,7 @@ class Batch:
     emit_length: Tensor
     emit_slot: Tensor
     logit_tokens: Tensor
-    span: tuple[int, int] | None = None
+    span: tuple[int, int, int] | None = None
     count: Tensor | None = None
     padded: Padded | None = None
     input_embeds: InputEmbeds | None = None

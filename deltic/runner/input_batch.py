@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deltic.cache.handles import PageList
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.capabilities import on_device
 from deltic.ops.cuda.staging import mover
@@ -140,7 +141,7 @@ class _Shape(NamedTuple):
 
     layout: Layout
     behind: bool
-    span: tuple[int, int] | None
+    span: tuple[int, int, int] | None
 
     @property
     def extents(self) -> Extents:
@@ -197,10 +198,11 @@ def _ragged_batch(shape: _Shape, numbers: Tensor, append: Tensor, pages: Tensor,
     return Batch(layout=shape.layout, pages=pages, append=append, span=shape.span, kept=kept, **columns)
 
 
-def _span(sources: list[int], targets: list[int]) -> tuple[int, int] | None:
-    if sources and sources == targets == list(range(sources[0], sources[0] + len(sources))):
-        return sources[0], sources[0] + len(sources)
-    return None
+def _span(sources: list[int], targets: list[int]) -> tuple[int, int, int] | None:
+    if not sources or sources != targets:
+        return None
+    first, end, step = sources[0], sources[-1] + 1, max(sources[1] - sources[0], 1) if len(sources) > 1 else 1
+    return (first, end, step) if sources == list(range(first, end, step)) else None
 
 
 @cache
@@ -422,7 +424,7 @@ class _Bucket:
 
 class PageTable:
     """The page table of successive steps. Only changes are written, so that planning does not become slower as contexts
-    grow: a row's list of pages may become longer, but its entries stay."""
+    grow: a row's list of pages may become longer; its entries stay unless pages move."""
 
     def __init__(self) -> None:
         self._numbers, self._width = array("q"), 0
@@ -430,6 +432,7 @@ class PageTable:
         self._view: Any = self._tensor.numpy()
         self._lists: list[List[int]] = []
         self._written: list[int] = []
+        self._versions: list[int] = []
 
     def write(self, rows: List[PlannedRow], into: Any) -> None:
         """Writes the table into an array [R or more, P] int64; rows beyond R get the pages of the last one."""
@@ -451,9 +454,10 @@ class PageTable:
         for place, row in enumerate(rows):
             pages, start = row.pages, self._written[place]
             first, end = place * self._width, len(pages)
-            if pages is not self._lists[place]:
+            version = pages.version if isinstance(pages, PageList) else 0
+            if pages is not self._lists[place] or version != self._versions[place]:
                 self._numbers[first:first + start] = array("q", bytes(8 * start))
-                self._lists[place], start = pages, 0
+                self._lists[place], self._versions[place], start = pages, version, 0
             if start < end:
                 self._numbers[first + start:first + end] = array("q", pages[start:])
             self._written[place] = end
@@ -463,6 +467,7 @@ class PageTable:
         self._tensor = torch.frombuffer(self._numbers, dtype=torch.int64).view(places, width)
         self._view = self._tensor.numpy()
         self._lists, self._written, self._rows = [()] * places, [0] * places, self._tensor[:0]
+        self._versions = [0] * places
 
 
 def power_of_two(number: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from deltic.cache.memory_plan import MemoryNeeds, MemoryPlan, enough, split_memory
-from deltic.cache.tensors import PoolOptions, delta_log_bytes, page_bytes, slot_bytes
+from deltic.cache.tensors import PoolOptions, delta_log_bytes, frame_layout, page_bytes, slot_bytes
 from deltic.config import EngineConfig, ModelConfig, available_memory
 from deltic.config.engine import GPU_TOKEN_BUDGET, option_defaults
 from deltic.errors import ConfigError
@@ -65,9 +65,10 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
                           f"{config.head_dim}: leave it out", "kv_dtype")
     state: torch.dtype = getattr(torch, options.state_dtype)
     logs = delta_log_bytes(config, dtype) if drafts or defers else 0
+    layout = frame_layout(config, dtype, PoolOptions(0, head, kv=kv, state=state))
     needs = MemoryNeeds(page_bytes(config, kv or dtype, head), slot_bytes(config, dtype, head, state),
                         config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,
-                        logs, options.prefix_cache, options.asks_for_context)
+                        logs, options.prefix_cache, options.asks_for_context, layout=layout)
     budget = options.memory_bytes
     if budget is None and options.on_gpu:
         card = card or card_memory(options, working_bytes(config, options.token_budget))
@@ -84,18 +85,24 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     if options.on_gpu and kv is None and memory.max_context < (options.max_context or config.max_position_embeddings):
         warnings = (*warnings, "`kv_dtype='fp8'` would hold twice the context")
     return (replace(memory, warnings=warnings, notes=_division(memory, needs, card)),
-            PoolOptions(memory.delta_logs, head, kv=kv, state=state))
+            PoolOptions(memory.delta_logs, head, kv=kv, state=state, layout=memory.layout))
 
 
 def _division(memory: MemoryPlan, needs: MemoryNeeds, card: CardMemory | None) -> tuple[str, ...]:
     """Describes how the memory is divided, in one line for a GPU and one for the cache."""
-    kv, states = memory.pages * needs.page_bytes, memory.slots * needs.slot_bytes
     logs, logits = memory.delta_logs * needs.log_bytes, (memory.rows or 0) * needs.row_bytes
-    tokens = f"{_gib(kv)} K/V of {memory.pages * PAGE:,} tokens, " if needs.page_bytes else ""
-    others = memory.slots - memory.max_batch
-    parts = (f"cache: {_gib(kv + states + logs + logits)} = {tokens}{_gib(states)} states of {memory.max_batch} "
-             f"running sequences and {others} others, {_gib(logs)} state delta logs, {_gib(logits)} logits of "
-             f"prompt ends; contexts of up to {memory.max_context:,} tokens")
+    if layout := memory.layout:
+        moving, side = memory.pages // layout.pages * layout.size, memory.slots * layout.side
+        size = moving + side
+        units = (f"{_gib(moving)} for K/V of up to {memory.pages * PAGE:,} tokens or states of up to {memory.slots} "
+                 f"running sequences and kept prefixes, {_gib(side)} beside the states")
+    else:
+        kv, states = memory.pages * needs.page_bytes, memory.slots * needs.slot_bytes
+        size, tokens = kv + states, f"{_gib(kv)} K/V of {memory.pages * PAGE:,} tokens, " if needs.page_bytes else ""
+        units = (f"{tokens}{_gib(states)} states of {memory.max_batch} running sequences and "
+                 f"{memory.slots - memory.max_batch} others")
+    parts = (f"cache: {_gib(size + logs + logits)} = {units}, {_gib(logs)} state delta logs, {_gib(logits)} logits of "
+             f"prompt ends; up to {memory.max_batch} sequences run, contexts of up to {memory.max_context:,} tokens")
     if card is None:
         return (parts,)
     return (f"GPU memory: {_gib(card.limit)} = {_gib(card.taken)} weights, CUDA and other programs, "

@@ -272,7 +272,7 @@ class ModelRunner:
         began, most = time.perf_counter(), FEW_ROWS if self.options.batch_invariant else self.memory.max_batch
         for rows, pages in recorded_buckets(self.path, min(most, self.memory.max_batch), self.memory.max_context):
             deferred = self.capabilities.defers_state_writes and rows > FEW_ROWS
-            row = PlannedRow((0,), int(deferred), (0,) * pages, 0, 1, base=0, append=deferred)
+            row = PlannedRow((0,), int(deferred), (self.pools.last_page,) * pages, 0, 1, base=0, append=deferred)
             logits = self.run(build(StepPlan((row,) * rows), self.device, hidden=head, memory=memory,
                                     verified=self.capabilities.verifies))
         if self.capabilities.verifies and (self._drafts or self.capabilities.defers_state_writes):
@@ -291,7 +291,7 @@ class ModelRunner:
         budget = self.options.token_budget
         assert budget is not None
         slow = bool(self.experts or self.layers)
-        plans = [*prompt_plans(budget, self.memory.max_context, self.memory.max_batch, few=slow)]
+        plans = [*prompt_plans(budget, self.memory.max_context, self.memory.max_batch, slow, self.pools.last_page)]
         for plan in plans:
             try:
                 self.run(build(plan, self.device, hidden=head, memory=memory, verified=self.capabilities.verifies))
@@ -327,7 +327,7 @@ class ModelRunner:
                 row = PlannedRow(
                     (0,) * min(each, most + 1),
                     int(each == 1),
-                    (0,) * pages,
+                    (self.pools.last_page,) * pages,
                     0,
                     min(each, most + 1),
                     base=0,

@@ -25,26 +25,27 @@ Part = tuple[int, int]
 """A row's cached tokens, and its tokens in the step."""
 
 
-def prompt_plans(budget: int, max_context: int, max_batch: int, few: bool = False) -> Iterator[StepPlan]:
+def prompt_plans(budget: int, max_context: int, max_batch: int, few: bool = False, page: int = 0
+                 ) -> Iterator[StepPlan]:
     """Yields steps with prompts of all sizes, the largest first: alone, several, behind cached tokens, beside answers.
-    All write to page 0 and slot 0. few: of two sizes only, for a model whose steps are slow."""
+    All write to one page and to slot 0. few: of two sizes only, for a model whose steps are slow."""
     most = min(budget, max_context - 1)
     sizes = [size for size in _FEW_EXPERTS_SIZES if size <= most] if few else sizes_up_to(most)
     for size in reversed(sizes):
-        yield _plan([(0, size)])
+        yield _plan([(0, size)], page)
     if few:
         return
     for size in (256, most):
         if 16 <= size <= most:
-            yield _plan([(0, size // 4)] * 4)
+            yield _plan([(0, size // 4)] * 4, page)
     for context in _CONTEXTS:
         for tokens in _TURNS:
             if context <= max_context and tokens < min(context, budget):
-                yield _plan([(context - tokens, tokens)])
+                yield _plan([(context - tokens, tokens)], page)
     for answers in sorted({1, min(16, max_batch - 1), max_batch - 1} - {0}):
         tokens = min(_BESIDE, most, budget - answers)
         if tokens > 1:
-            yield _plan([*[(min(_CONTEXTS[0], max_context) - 1, 1)] * answers, (0, tokens)])
+            yield _plan([*[(min(_CONTEXTS[0], max_context) - 1, 1)] * answers, (0, tokens)], page)
 
 
 def sizes_up_to(most: int) -> list[int]:
@@ -53,10 +54,10 @@ def sizes_up_to(most: int) -> list[int]:
     return sorted({most, *(size for power in powers for size in (power, power + power // 2) if size <= most)} - {0, 1})
 
 
-def _plan(parts: list[Part]) -> StepPlan:
-    return StepPlan(tuple(_row(done, done + tokens) for done, tokens in parts))
+def _plan(parts: list[Part], page: int) -> StepPlan:
+    return StepPlan(tuple(_row(done, done + tokens, page) for done, tokens in parts))
 
 
-def _row(done: int, end: int) -> PlannedRow:
+def _row(done: int, end: int, page: int) -> PlannedRow:
     checkpoints = ((end, 0),) if end - done > 1 else ()
-    return PlannedRow((0,) * (end - done), done, (0,) * -(-end // PAGE), 0, 1, checkpoints=checkpoints)
+    return PlannedRow((0,) * (end - done), done, (page,) * -(-end // PAGE), 0, 1, checkpoints=checkpoints)

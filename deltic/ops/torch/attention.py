@@ -140,8 +140,8 @@ def _single_tokens(query: Tensor, kv: KvView, pages: Tensor, context: int, mask:
     """One token for each row: query [R, heads, head_dim], mask [R, 1, 1, context]."""
     keys, values = (_gather(pool, pages, context, query) for pool in (kv.keys, kv.values))
     if mask is not None:
-        # masked weights are zero, but zero times a stale NaN is NaN
-        values = values.masked_fill(~mask.transpose(-1, -2), 0)
+        # masked weights are zero, but zero times a stale NaN is NaN, and so may be a masked score
+        keys, values = (x.masked_fill(~mask.transpose(-1, -2), 0) for x in (keys, values))
     if len(pages) * context > _SHORT:
         out = F.scaled_dot_product_attention(query[:, :, None], keys, values, attn_mask=mask, enable_gqa=True)
         return out[:, :, 0]
@@ -161,7 +161,7 @@ def _chunk(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor 
         out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], keys, values, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1)
     if mask.device.type != "cpu":
-        values = values.masked_fill(~mask[-1][:, None], 0)
+        keys, values = (x.masked_fill(~mask[-1][:, None], 0) for x in (keys, values))
     # all queries of a K/V head as one: it is read and laid out once instead of once per query head
     grouped = query.unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)
     out = F.scaled_dot_product_attention(grouped.flatten(1, 2)[None], keys.contiguous(), values.contiguous(),

@@ -351,7 +351,7 @@ def _step(mixed: Tensor, gates: Gates, weights: GdnWeights, state: StateView, ba
 
 def _convolve_in_place(qkv: Tensor, conv: Tensor, state: StateView, batch: Batch, taps: _Taps) -> Tensor:
     assert batch.span is not None
-    ring = state.conv[batch.span[0]:batch.span[1]]
+    ring = state.conv[slice(*batch.span)]
     ring[taps.write] = qkv
     return F.silu((ring.to(reference.wide(state.recurrent)) * conv.t()[taps.index]).sum(1), inplace=True)
 

@@ -1,0 +1,267 @@
+"""Frames: memory that holds either one state or some pages, and changes between the two at run time. No torch.
+
+Both pools of the cache are views of one block of memory, and kernels find a unit by a base address and a number:
+
+    block        [ frame 0        ][ frame 1        ][ frame 2        ] ...
+    as states    [ slot 0         ][ slot L         ][ slot 2 L       ]        L layers: slots are L numbers apart
+    as pages     [ 0 1 2 ... n-1  ][ P ... P+n-1    ][ 2 P ...        ]        P pages of one tensor fill a frame
+
+Layer l of the state tensor begins l states after the block, so that slot f * L has all its layers in frame f. Part t of
+the K/V (keys and values of each attention layer) begins t * n pages after the block, so that the n pages from P * f on
+have all their parts in frame f. Addresses never change; the accounts see to it that a frame has one role at a time.
+
+Slots take the lowest frames and pages the highest ones. If no frame is free for a slot although pages have room
+elsewhere, the pages of the emptiest frame move there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from deltic.cache.block_pool import BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLayout:
+    """size: bytes of a frame.
+    pages: how many it holds.
+    page_step: bytes between pages of consecutive numbers in one tensor.
+    slot_step: numbers between the slots of consecutive frames.
+    side: bytes of a slot that lie elsewhere and never change hands, such as convolution inputs.
+    """
+
+    size: int
+    pages: int
+    page_step: int
+    slot_step: int
+    side: int = 0
+
+    @property
+    def unit(self) -> int:
+        """Bytes of a frame that may become a slot."""
+        return self.size + self.side
+
+    def first_page(self, frame: int) -> int:
+        return -(-frame * self.size // self.page_step)
+
+    def frame_of(self, page: int) -> int:
+        return page * self.page_step // self.size
+
+    def frames_for(self, pages: int) -> int:
+        return -(-pages // self.pages)
+
+
+class FixedUnits:
+    """Pages and slots in memory of their own."""
+
+    def __init__(self, pages: int, slots: int) -> None:
+        self.pages, self.slots = BlockPool("page", pages), BlockPool("slot", slots)
+
+    def room(self, slots: int) -> int:
+        """Returns the pages that fit beside so many slots; negative if the slots do not fit."""
+        return self.pages.size if slots <= self.slots.size else -1
+
+    def free_pages(self, slots: int = 0) -> int:
+        """Returns the pages that are free beside so many more slots; negative if these do not fit."""
+        return self.pages.free if slots <= self.slots.free else -1
+
+    def take_slot(self) -> tuple[int, dict[int, int] | None]:
+        """Takes a slot, which must be free. Returns the pages that moved for it, by their old numbers; None if its
+        memory had no pages since it was last a slot."""
+        taken = self.slots.take()
+        assert taken, "no slot is free"
+        return taken[0], None
+
+
+class SharedUnits:
+    """Pages and slots in frames. The first `slots` frames may become slots."""
+
+    def __init__(self, layout: FrameLayout, frames: int, slots: int) -> None:
+        self.layout, self.frames = layout, frames
+        self.unused = [*range(frames)]  # ascending
+        self.had_pages = set[int]()  # frames that were no slot since
+        self.pages, self.slots = FramePages(self), FrameSlots(self, min(slots, frames))
+
+    def room(self, slots: int) -> int:
+        """As `FixedUnits.room`."""
+        return (self.frames - slots) * self.layout.pages if slots <= self.slots.size else -1
+
+    def free_pages(self, slots: int = 0) -> int:
+        """As `FixedUnits.free_pages`."""
+        return self.room(self.slots.used + slots) - self.pages.used
+
+    def take_slot(self) -> tuple[int, dict[int, int] | None]:
+        """As `FixedUnits.take_slot`."""
+        assert self.free_pages(1) >= 0, "no slot is free"
+        moved = {} if self.unused and self.unused[0] < self.slots.size else self.pages.vacate(self.slots.size)
+        frame = self.unused[0]
+        slot = self.slots.take()
+        assert slot
+        if frame not in self.had_pages:
+            return slot[0], None
+        self.had_pages.remove(frame)
+        return slot[0], moved
+
+
+class FramePages:
+    """The pages of frames, with the methods of a `BlockPool`."""
+
+    name = "page"
+
+    def __init__(self, units: SharedUnits) -> None:
+        self._units, self._layout = units, units.layout
+        self.size = units.frames * units.layout.pages
+        self._owners = dict[int, int]()
+        self._holes = dict[int, list[int]]()  # by frame of pages: its free ones, ascending
+        self._open = list[int]()  # frames with free pages, ascending
+
+    @property
+    def used(self) -> int:
+        return len(self._owners)
+
+    @property
+    def free(self) -> int:
+        """Pages that can be taken now."""
+        return max(self._units.free_pages(), 0)
+
+    def take(self, count: int = 1) -> list[int] | None:
+        """As `BlockPool.take`, from the highest frames."""
+        if count > self.free:
+            return None
+        taken = list[int]()
+        while len(taken) < count:
+            if not self._open:
+                self._add(self._units.unused.pop())
+            frame = self._open[-1]
+            holes = self._holes[frame]
+            few = holes[:count - len(taken)]
+            del holes[:len(few)]
+            taken += few
+            if not holes:
+                self._open.pop()
+        self._owners.update(dict.fromkeys(taken, 1))
+        return taken
+
+    def share(self, pages: Iterable[int]) -> None:
+        """As `BlockPool.share`."""
+        for page in pages:
+            assert page in self._owners, f"page {page} is shared but has no owner"
+            self._owners[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """As `BlockPool.release`. A frame without pages is unused."""
+        for page in pages:
+            assert page in self._owners, f"page {page} is released but has no owner"
+            self._owners[page] -= 1
+            if not self._owners[page]:
+                del self._owners[page]
+                self._free(page)
+
+    def owned(self, page: int) -> bool:
+        return page in self._owners
+
+    def alone(self, pages: Iterable[int]) -> bool:
+        """As `BlockPool.alone`."""
+        return all(self._owners.get(page) == 1 for page in pages)
+
+    def vacate(self, below: int) -> dict[int, int]:
+        """Moves the pages of the emptiest frame `below` to others, which must have room. Returns the new numbers."""
+        frames = (frame for frame in self._holes if frame < below)
+        frame = max(frames, key=lambda frame: (len(self._holes[frame]), -frame))
+        holes = self._holes.pop(frame)
+        if holes:
+            del self._open[bisect_left(self._open, frame)]
+        first = self._layout.first_page(frame)
+        old = sorted({*range(first, first + self._layout.pages)}.difference(holes))
+        new = self.take(len(old)) or []
+        for source, target in zip(old, new, strict=True):
+            self._owners[target] = self._owners.pop(source)
+        insort(self._units.unused, frame)
+        return dict(zip(old, new, strict=True))
+
+    def check(self, owned: Iterable[int]) -> None:
+        """As `BlockPool.check`, also of the frames."""
+        counts = Counter(owned)
+        wrong = [f"{page}: {counts[page]} found, {self._owners.get(page, 0)} known"
+                 for page in sorted({*counts, *self._owners}) if counts[page] != self._owners.get(page, 0)]
+        assert not wrong, f"page: owners do not add up: {'; '.join(wrong[:8])}"
+        roles = [*self._units.unused, *self._holes, *self._units.slots.frames]
+        assert sorted(roles) == [*range(self._units.frames)], "a frame has two roles, or none"
+        assert self._open == sorted(frame for frame, holes in self._holes.items() if holes), "free pages are not found"
+        for frame, holes in self._holes.items():
+            first = self._layout.first_page(frame)
+            within = {*range(first, first + self._layout.pages)}
+            assert holes == sorted(within.difference(counts)) != sorted(within), f"frame {frame} has other free pages"
+        assert all(self._layout.frame_of(page) in self._holes for page in counts), "a page lies outside of its frame"
+
+    def _add(self, frame: int) -> None:
+        self._units.had_pages.add(frame)
+        first = self._layout.first_page(frame)
+        self._holes[frame] = [*range(first, first + self._layout.pages)]
+        insort(self._open, frame)
+
+    def _free(self, page: int) -> None:
+        frame = self._layout.frame_of(page)
+        holes = self._holes[frame]
+        if not holes:
+            insort(self._open, frame)
+        insort(holes, page)
+        if len(holes) == self._layout.pages:
+            del self._holes[frame], self._open[bisect_left(self._open, frame)]
+            insort(self._units.unused, frame)
+
+
+class FrameSlots:
+    """The slots of frames, with the methods of a `BlockPool` but `share`."""
+
+    name = "slot"
+
+    def __init__(self, units: SharedUnits, size: int) -> None:
+        self._units, self.size = units, size
+        self._owned = set[int]()
+
+    @property
+    def used(self) -> int:
+        return len(self._owned)
+
+    @property
+    def frames(self) -> list[int]:
+        """Those that are slots."""
+        return [slot // self._units.layout.slot_step for slot in self._owned]
+
+    @property
+    def free(self) -> int:
+        """Slots that can be taken now, if pages move."""
+        pages = self._units.layout.frames_for(self._units.pages.used)
+        return min(self.size, self._units.frames - pages) - self.used
+
+    def take(self) -> list[int] | None:
+        """Takes the slot of the lowest unused frame; None if there is none."""
+        if not self._units.unused or self._units.unused[0] >= self.size:
+            return None
+        slot = self._units.unused.pop(0) * self._units.layout.slot_step
+        self._owned.add(slot)
+        return [slot]
+
+    def release(self, slots: Iterable[int]) -> None:
+        """As `BlockPool.release`."""
+        for slot in slots:
+            assert slot in self._owned, f"slot {slot} is released but has no owner"
+            self._owned.remove(slot)
+            insort(self._units.unused, slot // self._units.layout.slot_step)
+
+    def owned(self, slot: int) -> bool:
+        return slot in self._owned
+
+    def check(self, owned: Iterable[int]) -> None:
+        """As `BlockPool.check`."""
+        counts = Counter(owned)
+        assert counts == Counter(self._owned), f"slot: owners do not add up: {sorted(counts)}, {sorted(self._owned)}"
+
+
+Units = FixedUnits | SharedUnits
+PagePool = BlockPool | FramePages
+SlotPool = BlockPool | FrameSlots
