@@ -372,9 +372,8 @@ class EndsAt:
 def test_answer_ending_among_drafts_keeps_its_state() -> None:
     """While the next step is in flight already: whoever goes on there gets the same tokens, and as good drafts."""
     # no host memory: prefixes that the plain engine left there would have no K/V of the head
-    # the engines resume at different tokens: only batch-invariant kernels read them with the same bits
     loaded = load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="512MiB", host_memory="0", max_batch=4,
-                                     max_context=512, speculate="mtp:3", batch_invariant=True))
+                                     max_context=512, speculate="mtp:3"))
     assert loaded.mtp_runner
     shares = []
     wanted, found = (

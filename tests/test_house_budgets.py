@@ -23,7 +23,7 @@ LINES = {
     "loader": 5950,
     "model": 750,
     "ops": 10050,
-    "runner": 3800,
+    "runner": 3850,
     "server": 8150,
     "spec_decode": 1100,
     "vision": 1150,

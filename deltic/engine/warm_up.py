@@ -13,9 +13,9 @@ _PROMPT_TOKENS, _NEW_TOKENS = 300, 4
 def warm_up(runtime: ModelRunner) -> None:
     """Runs all kinds of steps (`ModelRunner.warm_up`), then answers two requests, because what draws tokens and brings
     them to the host allocates its memory at first use. Must run in the thread of the steps, before any request."""
+    runtime.warm_up()
     if not runtime.options.on_gpu:
         return
-    runtime.warm_up()
     cache, runtime.cache = runtime.cache, HybridCache(runtime.pools, reuse=False)  # of these requests nothing is kept
     try:
         _answer(Engine(runtime))
