@@ -21,12 +21,21 @@ from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.errors import ConfigError
 from deltic.params import PAGE, EngineRequest
+from deltic.runner import memory
 from deltic.runner.model_runner import ModelRunner
 
 if not torch.cuda.is_available():
     pytest.skip("torch finds no CUDA device", allow_module_level=True)
 
 MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frames() -> Iterator[None]:
+    """Pages and slots share memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "FRAMES_ON_GPU", True)
+        yield
 
 
 def loaded(**options: Any) -> ModelRunner:

@@ -29,7 +29,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops import reference as ref
-from deltic.ops.cuda import kernel_config, prefill
+from deltic.ops.cuda import prefill
 from deltic.ops.cuda.driver import KernelArguments, Module, entry, fields, headers
 from deltic.ops.kv import FP8, INT4, KEY_BITS, VALUE_BITS, is_finite, pack, rotated, rounded, unpack
 from deltic.ops.torch import OPS as TORCH
@@ -54,14 +54,6 @@ MADE = [pytest.param((kv, model), id=f"{kv}-{model}") for kv in KINDS for model 
 def options(kv: str, **given: Any) -> EngineConfig:
     return EngineConfig(**{"device": "cuda", "dtype": "bfloat16", "kv_dtype": kv, "memory": "2GiB",
                            "max_batch": 64, "max_context": 4096, "speculate": "off", **given})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _tried() -> Iterator[None]:
-    """Own kernels serve int4."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(kernel_config, "UNTRIED_KV", frozenset())
-        yield
 
 
 @pytest.fixture(scope="module", params=MADE)

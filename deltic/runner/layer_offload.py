@@ -15,7 +15,6 @@ from deltic.errors import ConfigError
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.experts import OffloadedExperts
 from deltic.ops.cuda.expert_offload import HostExperts, hosted_experts
-from deltic.ops.cuda.kernel_config import UNTRIED_KV
 from deltic.ops.cuda.layer_offload import BUFFERS, MATRICES, HostLayer, LayerStore, host_layer
 from deltic.ops.types import Block, ExpertPool, Weight
 from deltic.params import Draft
@@ -24,6 +23,8 @@ from deltic.runner.memory import SHARE, CardMemory, expected_card, free_on_card
 
 log = logging.getLogger("deltic")
 
+SERVED = False
+"""Feed-forwards leave a GPU that is too small; not before tests/test_cuda_layer_offload.py has passed on one."""
 _CONTEXT = 16384
 """Tokens of context for which feed-forwards leave a GPU if the options ask for none."""
 _KEPT_STATES = 1
@@ -71,8 +72,6 @@ def why_not_beside(config: ModelConfig, options: EngineConfig, dtype: str) -> st
     """Returns why feed-forwards cannot leave the GPU; None if they can."""
     if config.experts:
         return "its experts can: give `expert_memory`"
-    if options.kv_dtype == "int4" and "Int4" in UNTRIED_KV:
-        return "torch serves `kv_dtype='int4'`"
     if dtype != "bfloat16" or options.ops or options.debug_layers:
         return "only deltic's own kernels copy them: use dtype bfloat16, without `ops` and `debug_layers`"
     return None
@@ -89,7 +88,7 @@ def plan_layers(config: ModelConfig, options: EngineConfig, dtype: str, sizes: M
     whole = sum(sizes.values()) + others
     card = expected_card(config, options, whole) if options.on_gpu else None
     shares = options.memory is None and isinstance(options.speculation, Draft)  # the draft model's size is not known
-    if card is None or shares or why_not_beside(config, options, dtype):
+    if not SERVED or card is None or shares or why_not_beside(config, options, dtype):
         return LayerPlan()
     if _certainly_fits(options, whole):
         return LayerPlan()
@@ -182,16 +181,13 @@ def _alternatives(config: ModelConfig, options: EngineConfig, choose: Callable[[
     lengths = [reached // 2, *[2 * reached] * longer]
     others = [(f"max_context={length}", replace(options, max_context=length)) for length in lengths]
     if options.kv_dtype == "auto":
-        others += [(f"kv_dtype='{kind}'", replace(options, kv_dtype=kind, max_context=context)) for kind in _kv_types()]
+        others += [(f"kv_dtype='{kind}'", replace(options, kv_dtype=kind, max_context=context))
+                   for kind in ("fp8", "int4")]
     for name, other in others:
         found = choose(other, wanted_context(config, other))
         if found:
             tokens = "" if name.startswith("max_context") else f" for {other.max_context:,} tokens"
             yield f"{len(found.layers)} layers with `{name}`{tokens}"
-
-
-def _kv_types() -> list[str]:
-    return ["fp8", *["int4"] * ("Int4" not in UNTRIED_KV)]
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -44,8 +44,6 @@ STORE, ADD, GATE = range(3)
 """What a product does with its sums: write them, add them to y, or write silu(first half) * second half."""
 _KV = {torch.bfloat16: "u16", torch.float8_e4m3fn: "u8", INT4: "Int4"}
 """The kernels' types of keys and values."""
-UNTRIED_KV: frozenset[str] = frozenset({"Int4"})
-"""Those whose kernels have not run on a card yet: torch serves them. The tests empty it."""
 STATES = {torch.float32: "float", torch.bfloat16: "unsigned short"}
 """The kernels' types of states in their slots."""
 WHOLE_STATE_THREADS = 384
@@ -399,8 +397,6 @@ def _supported(shapes: Shapes) -> bool:
     if any(product.columns % 64 or product.most < 1 for product in shapes.products):
         return False
     if gdn and (gdn.conv_kernel != 4 or (gdn.key_dim, gdn.value_dim) not in ((128, 128), (32, 32))):
-        return False
-    if shapes.kv in UNTRIED_KV:
         return False
     if attention and shapes.kv == "Int4" and attention.head_dim == 256 and attention.kv_heads % 2:
         return False  # words of a token's heads lie at multiples of two bytes then
