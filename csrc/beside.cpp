@@ -1,4 +1,4 @@
-// Experts, and feed-forwards of dense layers, that threads of the host compute beside a GPU.
+// Host threads that compute offloaded experts, and feed-forwards of offloaded dense layers, for a GPU.
 //
 // The card writes a request to memory that both see and waits for its answer inside of a kernel, so that nobody else of
 // the host has a part in it. One thread listens; it and those of its pool share the rows of the products. It listens

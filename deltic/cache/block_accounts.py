@@ -74,7 +74,7 @@ class BlockAccounts:
         return len(self.owners) + sum(len(cache.checkpoint_slots) for cache in self.sequences.values())
 
     def attainable(self, pages: int, slots: int = 0, spared: Iterable[int] = ()) -> int:
-        """Returns how many pages would be free, beside so many more slots, if the tree kept only the `spared` ones;
+        """Returns the number of free pages after taking `slots` slots and evicting all tree pages except `spared`;
         exact only below `pages`. Negative if the slots do not fit."""
         free = self.units.free_pages(slots)
         if free >= pages:

@@ -61,11 +61,11 @@ class FixedUnits:
         self.pages, self.slots = BlockPool("page", pages), BlockPool("slot", slots)
 
     def room(self, slots: int) -> int:
-        """Returns the pages that fit beside so many slots; negative if the slots do not fit."""
+        """Returns how many pages fit while `slots` slots are in use; negative if the slots do not fit."""
         return self.pages.size if slots <= self.slots.size else -1
 
     def free_pages(self, slots: int = 0) -> int:
-        """Returns the pages that are free beside so many more slots; negative if these do not fit."""
+        """Returns the number of free pages after taking `slots` more slots; negative if the slots do not fit."""
         return self.pages.free if slots <= self.slots.free else -1
 
     def take_slot(self) -> tuple[int, dict[int, int] | None]:
