@@ -133,13 +133,14 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
 
 
 def _share_memory(budget: int, needs: MemoryNeeds, layout: FrameLayout, rows: int) -> MemoryPlan:
-    """Plans frames, each of which may become a slot or pages at run time. rows: prompt ends with logits, which are paid
-    for.
+    """Plans frames: each becomes a slot or pages at run time. budget: without the memory of `rows` logits.
 
-    1. `max_batch` is the number of sequences that fit with a page each; if the context comes first, whose logs fit
-       beside it, or that take an eighth. Fewer run while contexts are longer.
-    2. `max_context` is what fits beside the logs of all sequences and one slot.
-    3. Frames that may become slots need some memory besides: as many as there may be sequences and checkpoints.
+    1. `max_batch` is the number of sequences that fit with one page each. If the context has priority, it is the larger
+       of two numbers: the sequences whose delta logs fit after the context, and those that fit in an eighth of the
+       budget. Fewer sequences run while contexts are longer.
+    2. `max_context` is the number of tokens that fit after all delta logs and one slot.
+    3. A frame that may become a slot has additional memory outside of the frame. The number of such frames is that of
+       sequences and checkpoints.
     """
     counts, sequence = range(1, needs.max_batch + 1), layout.unit + needs.log_bytes
     batch = bisect_right(counts, budget, key=lambda count: count * sequence + layout.frames_for(count) * layout.unit)

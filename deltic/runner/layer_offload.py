@@ -24,11 +24,11 @@ from deltic.runner.memory import SHARE, CardMemory, expected_card, free_on_card
 log = logging.getLogger("deltic")
 
 SERVED = False
-"""Feed-forwards leave a GPU that is too small; not before tests/test_cuda_layer_offload.py has passed on one."""
+"""True if layers may be offloaded. False until tests/test_cuda_layer_offload.py has passed on a GPU."""
 _CONTEXT = 16384
-"""Tokens of context for which feed-forwards leave a GPU if the options ask for none."""
+"""Context for which layers are offloaded if the options give none, in tokens."""
 _KEPT_STATES = 1
-"""States beside those of running sequences: without one each turn would compute its whole conversation again."""
+"""Least number of states for kept prefixes: without one each turn would compute its whole conversation again."""
 _MARGIN = 256 << 20
 """Bytes that weights may take beyond their size: allocators round up."""
 

@@ -17,7 +17,7 @@ from deltic.ops.kv import FP8, INT4
 from deltic.params import PAGE
 
 FRAMES_ON_GPU = False
-"""Pages and slots share memory on a GPU, too; not before tests/test_cuda_density.py has passed on one."""
+"""True if pages and slots share memory on a GPU, too. False until tests/test_cuda_density.py has passed on one."""
 SHARE = 0.9
 """Default fraction of a GPU's memory for weights, cache and steps together."""
 _KEPT = 1 << 30
