@@ -166,7 +166,7 @@ OTHERS = {"rows": {"quant_method": "compressed-tensors", "format": "float-quanti
 @pytest.mark.parametrize("said", OTHERS)
 def test_scales_of_rows_and_of_matrices(said: str, config: ModelConfig, tmp_path: Path,
                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole and in pieces, in both halves of joined experts, and as codes that stay as they are."""
+    """Whole and in pieces, and as codes that stay as they are."""
     stored, numbers = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, tensor in random_weights(config, "bfloat16").items():
         stored[name] = numbers[name] = tensor
@@ -324,6 +324,14 @@ def test_fused_halves_in_float8(size: int, tmp_path: Path) -> None:
         assert torch.equal(whole, numbers[name]), name
         if "experts.gate" in name:
             assert isinstance(weight, Float8) == (size == 128)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_halves_keep_the_scales_of_their_rows(whole: bool) -> None:
+    codes, scales, numbers = by_row_or_matrix(torch.randn(3, 256, 128) * torch.logspace(-3, 3, 256)[:, None], whole)
+    joined = Float8(codes.view(torch.uint8), scales[:, None, None] if whole else scales)
+    for half, wanted in zip(joined.halves(), numbers.chunk(2, 1), strict=True):
+        assert torch.equal(half.numbers(), wanted)
 
 
 NAME = "model.layers.0.linear_attn.out_proj.weight"
