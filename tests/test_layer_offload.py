@@ -150,12 +150,18 @@ def test_a_card_of_its_own_size(card: None, monkeypatch: pytest.MonkeyPatch) -> 
         planned(little, EngineConfig(device="cuda", gpu_memory="4GiB"))
 
 
+def test_what_computes_layers_cannot_be_chosen_while_none_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_offload, "SERVED", False)
+    with pytest.raises(ConfigError, match="expert_compute=host needs experts .* leave it out"):
+        planned(ModelConfig.preset("qwen3.5-2b"), EngineConfig(device="cuda", expert_compute="host"))
+
+
 def test_layers_are_spread_evenly() -> None:
     for count in range(33):
         found = layer_offload._spread(count, 32)
         assert len(found) == len(set(found)) == count and all(0 <= index < 32 for index in found)
         gaps = {second - first for first, second in pairwise(found)}
-        assert not gaps or max(gaps) - min(gaps) <= 1 and 32 // count in gaps
+        assert not gaps or (max(gaps) - min(gaps) <= 1 and 32 // count in gaps)
 
 
 def test_models_that_stay_on_the_gpu(card: None) -> None:

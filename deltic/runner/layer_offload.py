@@ -83,8 +83,11 @@ def plan_layers(config: ModelConfig, options: EngineConfig, dtype: str, sizes: M
     all of them if no plan does. Call it before the weights are read.
 
     sizes: bytes of the weights on a GPU by name. others: bytes of other weights that will be read. Raises ConfigError
-    if not even that leaves room for a cache.
+    if not even that leaves room for a cache, or if the options choose what computes layers that are not offloaded.
     """
+    if not SERVED and options.expert_compute != "auto" and not config.experts:
+        raise ConfigError(f"expert_compute={options.expert_compute} needs experts offloaded from a GPU, and this model "
+                          "has no experts: leave it out", "expert_compute")
     whole = sum(sizes.values()) + others
     card = expected_card(config, options, whole) if options.on_gpu else None
     shares = options.memory is None and isinstance(options.speculation, Draft)  # the draft model's size is not known
