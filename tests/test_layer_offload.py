@@ -152,7 +152,7 @@ def test_a_card_of_its_own_size(card: None, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_computes_layers_cannot_be_chosen_while_none_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_offload, "SERVED", False)
-    with pytest.raises(ConfigError, match="expert_compute=host needs experts .* leave it out"):
+    with pytest.raises(ConfigError, match=r"expert_compute=host needs experts .* leave it out"):
         planned(ModelConfig.preset("qwen3.5-2b"), EngineConfig(device="cuda", expert_compute="host"))
 
 
