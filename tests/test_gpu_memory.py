@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from deltic.cache.memory_plan import MemoryPlan
+from deltic.cache.operations import PoolSizes
 from deltic.cache.tensors import PoolOptions, delta_log_bytes, page_bytes, slot_bytes
 from deltic.cli.inspect import head_bytes, plan_cache, weight_bytes
 from deltic.config import EngineConfig, ModelConfig
 from deltic.errors import ConfigError
+from deltic.params import PAGE
 from deltic.runner.memory import card_room, expected_card, fit_card, free_on_card, plan_memory, working_bytes
 
 GIB = 1 << 30
@@ -129,9 +131,9 @@ def test_27b_in_4_bits_has_64k_tokens_of_context_in_24_gib(kv: str, batch: int) 
     assert plan.max_context == 1 << 16 and plan.max_batch >= batch and pools.delta_logs == plan.max_batch
     total, cache = plan.notes
     assert total.startswith("GPU memory: 24.00 GiB = ") and "contexts of up to 65,536 tokens" in cache
-    used = (plan.pages * page_bytes(config, pools.kv or torch.bfloat16, True)
-            + plan.slots * slot_bytes(config, torch.bfloat16, True)
-            + pools.delta_logs * delta_log_bytes(config, torch.bfloat16))
+    kv, state = page_bytes(config, pools.kv or torch.bfloat16, True), slot_bytes(config, torch.bfloat16, True)
+    used = PoolSizes(plan.pages, plan.slots, 0, kv // PAGE, state, layout=pools.layout).bytes
+    used += pools.delta_logs * delta_log_bytes(config, torch.bfloat16)
     assert card.taken + card.steps + used <= 24 * GIB
 
 
@@ -145,8 +147,7 @@ def test_9b_fits_smaller_cards(size: str) -> None:
     assert not any("fp8" in warning for warning in wide.warnings)
 
 
-def test_what_does_not_fit_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltic.runner.layer_offload.SERVED", True)
+def test_what_does_not_fit_at_all_is_an_error() -> None:
     options = EngineConfig(device="cuda", gpu_memory="9GiB", quant="q4_k")
     with pytest.raises(ConfigError, match=r"even with all feed-forwards in host memory, gpu_memory=9GiB leaves no "
                                           r"memory.*fewer bits.*`vision=False`.*drafts"):
@@ -166,8 +167,12 @@ def test_256_sequences_of_4b_run_in_30_gib() -> None:
     options = EngineConfig(device="cuda", memory="30GiB", max_batch=256)
     plan, pools = plan_memory(config, options, unit, False, False, defers=True)
     assert plan.max_batch == pools.delta_logs == 256 and not plan.warnings
-    states = plan.slots * slot_bytes(config, unit) + pools.delta_logs * delta_log_bytes(config, unit)
-    assert states / 256 < 85 << 20 and plan.pages * 16 > 256 * 1500
+    layout = plan.layout
+    assert layout and layout.unit + delta_log_bytes(config, unit) < 85 << 20
+    running = 256 * layout.unit + pools.delta_logs * delta_log_bytes(config, unit)
+    frames = plan.pages // layout.pages
+    assert frames * layout.size + plan.slots * layout.side + running - 256 * layout.unit <= 30 << 30
+    assert running / 256 < 85 << 20 and (frames - 256) * layout.pages * PAGE > 256 * 1600
 
 
 def test_256_sequences_of_9b_run_on_a_card_of_80_gb(card: list[int]) -> None:

@@ -154,8 +154,9 @@ class EngineConfig:
     expert_refresh: int = _experts(1, "swap experts in memory for more frequently used ones every Nth step")
     expert_predict: bool = _experts(False, "read experts ahead that the next layer's router would choose now")
     expert_compute: str = _experts(
-        "auto", "on a GPU, what computes offloaded experts for few tokens. card: the GPU, reading host memory; host: "
-        "the host's cores; auto: both, by measured speed (quantized experts: the GPU)",
+        "auto", "on a GPU, what computes offloaded experts, or feed-forwards of a dense model, for few tokens. card: "
+        "the GPU, reading host memory; host: the host's cores; auto: both, by measured speed (quantized experts: the "
+        "GPU)",
         choices=("auto", "card", "host"))
     expert_profile: str | None = _experts(
         None, "file with usage counts of experts: read at the start if it exists, written at the end")

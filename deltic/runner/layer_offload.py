@@ -23,8 +23,6 @@ from deltic.runner.memory import SHARE, CardMemory, expected_card, free_on_card
 
 log = logging.getLogger("deltic")
 
-SERVED = False
-"""True if layers may be offloaded. False until tests/test_cuda_layer_offload.py has passed on a GPU."""
 _CONTEXT = 16384
 """Context for which layers are offloaded if the options give none, in tokens."""
 _KEPT_STATES = 1
@@ -83,15 +81,12 @@ def plan_layers(config: ModelConfig, options: EngineConfig, dtype: str, sizes: M
     all of them if no plan does. Call it before the weights are read.
 
     sizes: bytes of the weights on a GPU by name. others: bytes of other weights that will be read. Raises ConfigError
-    if not even that leaves room for a cache, or if the options choose what computes layers that are not offloaded.
+    if not even that leaves room for a cache.
     """
-    if not SERVED and options.expert_compute != "auto" and not config.experts:
-        raise ConfigError(f"expert_compute={options.expert_compute} needs experts offloaded from a GPU, and this model "
-                          "has no experts: leave it out", "expert_compute")
     whole = sum(sizes.values()) + others
     card = expected_card(config, options, whole) if options.on_gpu else None
     shares = options.memory is None and isinstance(options.speculation, Draft)  # the draft model's size is not known
-    if not SERVED or card is None or shares or why_not_beside(config, options, dtype):
+    if card is None or shares or why_not_beside(config, options, dtype):
         return LayerPlan()
     if _certainly_fits(options, whole):
         return LayerPlan()

@@ -16,8 +16,6 @@ from deltic.ops.cuda.quantized_moe import scratch_bytes
 from deltic.ops.kv import FP8, INT4
 from deltic.params import PAGE
 
-FRAMES_ON_GPU = False
-"""True if pages and slots share memory on a GPU, too. False until tests/test_cuda_density.py has passed on one."""
 SHARE = 0.9
 """Default fraction of a GPU's memory for weights, cache and steps together."""
 _KEPT = 1 << 30
@@ -67,8 +65,7 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
                           f"{config.head_dim}: leave it out", "kv_dtype")
     state: torch.dtype = getattr(torch, options.state_dtype)
     logs = delta_log_bytes(config, dtype) if drafts or defers else 0
-    apart = options.on_gpu and not FRAMES_ON_GPU
-    layout = None if apart else frame_layout(config, dtype, PoolOptions(0, head, kv=kv, state=state))
+    layout = frame_layout(config, dtype, PoolOptions(0, head, kv=kv, state=state))
     needs = MemoryNeeds(page_bytes(config, kv or dtype, head), slot_bytes(config, dtype, head, state),
                         config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,
                         logs, options.prefix_cache, options.asks_for_context, layout=layout)

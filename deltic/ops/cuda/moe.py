@@ -195,6 +195,7 @@ class MoeOp:
     """The mixtures of a model's layers.
 
     max_gemv_tokens: with up to so many tokens several calls of `gemv_rows` are faster than `gemm_rows`.
+    tokens_at_once: tokens that a launch for few tokens multiplies, at most.
     """
 
     max_gemv_tokens = 0
@@ -205,7 +206,7 @@ class MoeOp:
         """blocks: multiprocessors of the card."""
         self._module, self._shape, self._blocks = module, shape, blocks
         self._tables = {id(layer): self.table(layer) for layer in layers}
-        self._most, self._plans = shape.most, dict[int, tuple[tuple[int, int, int], tuple[int, int]]]()
+        self.tokens_at_once, self._plans = shape.most, dict[int, tuple[tuple[int, int, int], tuple[int, int]]]()
         self._counts = torch.zeros(shape.count, dtype=torch.int32, device=module.device)
 
     def table(self, weights: MoeWeights) -> ExpertTable:
@@ -220,8 +221,8 @@ class MoeOp:
                   real: RealTokens = ALL_REAL) -> None:
         """Adds the mixture of few tokens to the residual [T, H] float32. scale [H]: of the norm before it. logits
         [T, n] float32: of the router."""
-        for first in range(0, len(residual), self._most):
-            part = slice(first, first + self._most)
+        for first in range(0, len(residual), self.tokens_at_once):
+            part = slice(first, first + self.tokens_at_once)
             x, own = residual[part], logits[part]
             tokens = len(x)
             if tokens not in self._plans:

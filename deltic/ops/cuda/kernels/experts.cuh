@@ -10,7 +10,7 @@ struct ExpertsGate {
     const float *x, *scale;  // [T, H] residual; [H] of the norm
     const float *logits;     // [T, E]; with a shared expert [T, E + 1], the last one of its gate
     const u64 *weights;      // [E] or [E + 1]: where the matrices [2 I, H] lie, the shared one's last; 0: see beside.cuh
-    u64 *wanted;             // [E]: of each the steps that wanted it; null: not counted
+    u64 *wanted;             // [E]: of each the launches that wanted it; null: not counted
     u16 *y;                  // [T * each, I]: SiLU of the gate times the other half times the share; `Passed` has the order
     const i64 *count, *starts;  // of the step's rows that are real, and where rows begin; count null: all tokens are real
     float eps;
