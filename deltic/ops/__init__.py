@@ -49,6 +49,11 @@ class Ops:
     pack(weight [out, in], table) -> Block: the form in which this backend's linear layers read it; called once, at
         load. table: it is an embedding too, which `embed` must be able to read. Every backend also reads the forms of
         the others.
+
+    Output projections, `down` and the sum over experts are summed in the fixed order of `ops.slices`. With weights of
+    one of several shards, `gdn_mixer`, `attention_mixer`, `mlp` and `moe` return that shard's sum [T, H] in float32
+    (float64 for such inputs), not rounded. `tree_sum` of all shards, rounded to x's dtype, has the bits of one shard.
+
     embed(ids [T], weight [V, H], dtype) -> [T, H]
     rope(positions [3, T], spec) -> Rope
     add_norm(residual [T, H], delta [T, H] | None, weight [H] float32, eps) -> (residual + delta, its RMS norm scaled by

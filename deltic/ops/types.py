@@ -255,6 +255,7 @@ class GdnSpec:
 class GdnWeights:
     """in_proj [C + values + 2 Hv, hidden]: rows q, k, v (the C convolved ones), z, b, a. conv [C, K].
     decay [Hv] float32: -exp(A_log). dt_bias [Hv] float32. norm [Dv] float32: plain scale. out_proj [hidden, values].
+    shards: devices over which the layer's heads are split; the weights are those of one device.
     """
 
     spec: GdnSpec
@@ -264,6 +265,7 @@ class GdnWeights:
     dt_bias: Tensor
     norm: Tensor
     out_proj: Weight
+    shards: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +294,7 @@ class AttentionWeights:
     v. o_proj [hidden, queries].
     q_norm, k_norm [head_dim] float32: the scale itself; None: heads are not normed.
     bias [rows of qkv] float32: added to the projections, or None.
+    shards: as in `GdnWeights`.
     """
 
     spec: AttentionSpec
@@ -300,16 +303,18 @@ class AttentionWeights:
     k_norm: Tensor | None
     o_proj: Weight
     bias: Tensor | None = None
+    shards: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
     """gate_up [2 F, hidden]: rows of gate, then up. down [hidden, F]. pool: the weights lie in host memory, and each
-    step copies them here."""
+    step copies them here. shards: devices over which F is split; the weights are those of one device."""
 
     gate_up: Weight
     down: Weight
     pool: ExpertPool | None = None
+    shards: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -335,6 +340,8 @@ class MoeWeights:
 
     router [E, hidden]; with `shared` [E + 1, hidden]: the last row is the shared expert's gate.
     normalised: the weights of a token's experts add up to 1.
+    shards: devices over which the experts are split, each of which has `len(experts)` of them, and all rows of the
+    router. first: the number of this device's first expert. A split shared expert has the same `shards`.
     """
 
     router: Weight
@@ -342,6 +349,8 @@ class MoeWeights:
     shared: MlpWeights | None
     per_token: int
     normalised: bool
+    shards: int = 1
+    first: int = 0
 
     @property
     def parts(self) -> tuple[MlpWeights, ...]:
