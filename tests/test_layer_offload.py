@@ -32,7 +32,7 @@ from deltic.loader.quantize import quantize_tensors
 from deltic.model.decoder import Decoder, build, feed_forward
 from deltic.ops import reference, select
 from deltic.ops.cpu import missing
-from deltic.ops.cuda import kernel_config
+from deltic.ops.cuda import kernel_config, quantized
 from deltic.ops.cuda.card import default_card
 from deltic.ops.cuda.decode import DecodeStep, _offloaded_layers
 from deltic.ops.cuda.driver import Module
@@ -214,8 +214,9 @@ def blocks_of(weights: MlpWeights) -> list[Tensor]:
 
 @needs_library
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_step_copies_each_layer_to_its_place(scheme: str) -> None:
-    """To the bit: the kernels then multiply with the same weights."""
+def test_a_step_copies_each_layer_to_its_place(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit: the kernels then multiply with the same weights. Matrices are packed in several pieces."""
+    monkeypatch.setattr(quantized, "WEIGHTS_PER_PIECE", 1 << 16)
     offload, model, whole = offloaded(scheme)
     stream = offload.store.stream(few=False)
     for index, (own, other) in enumerate(zip(model.weights.layers, whole.weights.layers, strict=True)):
