@@ -1,15 +1,10 @@
-"""Pools of several devices: what a shard has, that every operation changes all of them as it changes whole pools, and
-that the tiers have whole items, which any number of devices reads."""
+"""Pools of several devices: what each has, and that operations change all of them as they change whole pools."""
 
 from __future__ import annotations
 
-import logging
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -17,177 +12,35 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis.stateful import initialize, run_state_machine_as_test
-from support import examples, numbers, odd_shape
+from sharded_cases import (
+    BF16,
+    F32,
+    KINDS,
+    Heads,
+    Kind,
+    check_page,
+    check_slot,
+    content,
+    each_kind,
+    heads_of,
+    pools_of,
+    shape,
+    write_page,
+    write_slot,
+)
+from support import examples, odd_shape
 from test_cache_frames import RESTLESS, SharedMachine, SharedReuseMachine, toy_shared
 from torch import Tensor
 
-from deltic.cache.handles import SequenceCache
-from deltic.cache.item_copies import TensorPart, read_state
+from deltic.cache.item_copies import read_state
 from deltic.cache.manager import HybridCache
-from deltic.cache.offload.disk import DiskStore
-from deltic.cache.offload.host import HostStore
-from deltic.cache.offload.index import TierIndex
-from deltic.cache.offload.types import TierStore
-from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, MovePages, Operation, PoolSizes, StoreItem
-from deltic.cache.sharded_pools import ShardedPools, allocate_shards, item_parts
+from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, MovePages, Operation, PoolSizes
+from deltic.cache.sharded_pools import ShardedPools, item_parts
 from deltic.cache.tensors import CachePools, PoolOptions, delta_log_bytes, frame_layout, page_bytes, slot_bytes
 from deltic.config import LinearConfig, ModelConfig, shard_config
 from deltic.errors import ConfigError
-from deltic.ops import backends
-from deltic.ops.kv import FP8, INT4, KEY_BITS, VALUE_BITS, as_bytes, pack, rotated, rounded
+from deltic.ops.kv import FP8, INT4, as_bytes
 from deltic.params import PAGE
-
-F32, BF16 = torch.float32, torch.bfloat16
-Pools = CachePools | ShardedPools
-Kind = tuple[torch.dtype, PoolOptions]
-KINDS: dict[str, Kind] = {
-    "float32": (F32, PoolOptions(3)),
-    "bfloat16, tiled, draft head": (BF16, PoolOptions(3, head=True, tiled=True)),
-    "fp8, bfloat16 states": (BF16, PoolOptions(3, tiled=True, kv=FP8, state=BF16)),
-    "int4, draft head": (F32, PoolOptions(3, head=True, kv=INT4)),
-}
-"""The dtype of activations, and the rest."""
-each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
-
-
-def shape(heads: int = 8, kv_heads: int = 4, key_heads: int = 4, ratio: int = 3, **changes: Any) -> ModelConfig:
-    return odd_shape(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16, num_mtp_layers=1,
-                     linear=LinearConfig(key_heads, ratio * key_heads, 6, 10, 4), **changes)
-
-
-def pools_of(config: ModelConfig, count: int, kind: Kind, pages: int = 6, slots: int = 5) -> Pools:
-    """Pools of so many devices, full of NaN."""
-    dtype, extras = kind
-    pools = allocate_shards(config, pages, slots, dtype, [backends()["torch"]] * count, ["cpu"] * count, extras)
-    for shard in pools.shards:
-        for tensor in (*shard.page_tensors, *shard.slot_tensors, *(shard.delta_logs or ())):
-            tensor.fill_(0xff if tensor.dtype == INT4 else float("nan"))
-    return pools
-
-
-# What a shard has, head by head
-
-
-@dataclass(frozen=True)
-class Heads:
-    """The heads of a shard, by the definition: it has some query heads and key heads, and what belongs to them."""
-
-    config: ModelConfig
-    count: int
-    index: int
-    tiled: bool
-
-    def own(self, total: int) -> list[int]:
-        return [head for head in range(total) if head * self.count // total == self.index]
-
-    @property
-    def kv(self) -> list[int]:
-        group = self.config.num_attention_heads // self.config.num_key_value_heads
-        return sorted({head // group for head in self.own(self.config.num_attention_heads)})
-
-    @property
-    def keys(self) -> list[int]:
-        assert self.config.linear
-        return self.own(self.config.linear.num_key_heads)
-
-    @property
-    def values(self) -> list[int]:
-        linear = self.config.linear
-        assert linear
-        group = linear.num_value_heads // linear.num_key_heads
-        return [head for head in range(linear.num_value_heads)
-                if (head % linear.num_key_heads if self.tiled else head // group) in self.keys]
-
-    @property
-    def channels(self) -> list[int]:
-        linear = self.config.linear
-        assert linear
-        found = []
-        for first, heads, dim in ((0, self.keys, linear.key_head_dim),
-                                  (linear.key_dim, self.keys, linear.key_head_dim),
-                                  (2 * linear.key_dim, self.values, linear.value_head_dim)):
-            found += [first + head * dim + place for head in heads for place in range(dim)]
-        return found
-
-    def of(self, name: str, whole: Tensor) -> Tensor:
-        """The shard's part of a whole tensor: K/V [..., kv_heads, width], recurrent [..., Hv, Dk, Dv], conv or a
-        delta log's inputs [..., C]."""
-        match name:
-            case "keys" | "values" if whole.dtype == INT4:
-                return self.of_int4(whole, KEY_BITS if name == "keys" else VALUE_BITS)
-            case "keys" | "values":
-                return as_bytes(whole)[..., self.kv, :].view(whole.dtype)
-            case "recurrent":
-                return whole[..., self.values, :, :]
-            case "conv":
-                return whole[..., self.channels]
-        return whole
-
-    def of_int4(self, whole: Tensor, bits: int) -> Tensor:
-        """A token's bytes: the low bits of all heads, then the fifth bits, then the scales."""
-        dim, flat = self.config.head_dim, whole.flatten(-2)
-        found, first = [], 0
-        for size in (dim // 2, dim // 8 * (bits - 4), 2):
-            found += [flat[..., first + head * size:first + (head + 1) * size] for head in self.kv]
-            first += size * self.config.num_key_value_heads
-        return torch.cat(found, -1).unflatten(-1, (len(self.kv), -1))
-
-
-def heads_of(pools: Pools, config: ModelConfig) -> list[tuple[CachePools, Heads]]:
-    count = len(pools.shards)
-    return [(shard, Heads(config, count, index, shard.tiled)) for index, shard in enumerate(pools.shards)]
-
-
-def content(config: ModelConfig, kind: Kind, units: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random K/V of tokens and random states, whole: [layers, units, ...] each."""
-    dtype, extras = kind
-    kv, linear = extras.kv or dtype, config.linear
-    made = torch.Generator().manual_seed(seed)
-
-    def randn(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=made)
-
-    found = dict[str, Tensor]()
-    heads = len(config.attention_layers) + extras.head, units, config.num_key_value_heads, config.head_dim
-    for name, bits in (("keys", KEY_BITS), ("values", VALUE_BITS)):
-        x = randn(*heads)
-        found[name] = (pack(rotated(x.flatten(0, 1)), bits).unflatten(0, heads[:2]) if kv == INT4 else rounded(x, kv))
-    if linear:
-        layers = len(config.linear_layers)
-        found["recurrent"] = randn(layers, units, linear.num_value_heads, linear.key_head_dim,
-                                   linear.value_head_dim).to(extras.state)
-        found["conv"] = randn(layers, units, linear.conv_kernel, config.conv_dim).to(dtype)
-    if extras.head:
-        found["hidden"] = randn(1, units, config.hidden_size)
-    return found
-
-
-def write_page(pools: Pools, config: ModelConfig, page: int, whole: dict[str, Tensor], tokens: slice,
-               first: int = 0) -> None:
-    for shard, heads in heads_of(pools, config):
-        for name, pool in shard.named_pages.items():
-            part = as_bytes(heads.of(name, whole[name][:, tokens]))
-            as_bytes(pool)[:, page, first:first + part.shape[1]] = part
-
-
-def write_slot(pools: Pools, config: ModelConfig, slot: int, whole: dict[str, Tensor], unit: int) -> None:
-    for shard, heads in heads_of(pools, config):
-        for name, pool in shard.named_slots.items():
-            pool[:, slot] = heads.of(name, whole[name][:, unit])
-
-
-def check_page(pools: Pools, config: ModelConfig, page: int, whole: dict[str, Tensor], tokens: slice,
-               first: int = 0) -> None:
-    for shard, heads in heads_of(pools, config):
-        for name, pool in shard.named_pages.items():
-            part = as_bytes(heads.of(name, whole[name][:, tokens]))
-            assert torch.equal(as_bytes(pool)[:, page, first:first + part.shape[1]], part)
-
-
-def check_slot(pools: Pools, config: ModelConfig, slot: int, whole: dict[str, Tensor], unit: int) -> None:
-    for shard, heads in heads_of(pools, config):
-        for name, pool in shard.named_slots.items():
-            assert torch.equal(pool[:, slot], heads.of(name, whole[name][:, unit]))
 
 
 def test_heads_that_cannot_be_split_are_refused() -> None:
@@ -441,215 +294,3 @@ def test_the_machine_notices_a_shard_that_is_left_out() -> None:
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Machine, settings=settings(max_examples=200, stateful_step_count=40,
                                                              report_multiple_bugs=False, phases=(Phase.generate,)))
-
-
-# Tiers
-
-TOKENS = numbers(3, 75, 500)
-DEPTHS = 40, 75
-
-
-def store_of(name: str, directory: Path) -> TierStore:
-    return HostStore(1 << 24) if name == "host" else DiskStore(directory, "model", 1 << 24)
-
-
-def cache_over(config: ModelConfig, count: int, kind: Kind, store: TierStore, pages: int = 12) -> HybridCache:
-    return HybridCache(pools_of(config, count, kind, pages, 8), tiers=[TierIndex(store, threads=False)])
-
-
-def write_prefix(cache: HybridCache, config: ModelConfig, whole: dict[str, Tensor], depths: Sequence[int]) -> None:
-    """As steps do: K/V of all tokens, and states at some depths; the last one has logits."""
-    sequence = cache.admit()
-    assert sequence
-    sequence.keys = [*TOKENS[:depths[-1]]]
-    assert cache.reserve(sequence, depths[-1]) == depths[-1]
-    pools: Any = cache.pools
-    for index, page in enumerate(sequence.pages):
-        tokens = slice(index * PAGE, min((index + 1) * PAGE, depths[-1]))
-        write_page(pools, config, page, whole, tokens)
-    for depth in depths:
-        slot = cache.reserve_checkpoint(sequence, depth)
-        assert slot is not None
-        write_slot(pools, config, slot, whole, depth - 1)
-    cache.commit(sequence, depths[-1])
-    cache.commit_checkpoints(sequence, logits_of(config))
-    cache.release(sequence)
-    cache.operations.flush()
-    cache.check()
-
-
-def logits_of(config: ModelConfig) -> Tensor:
-    return torch.arange(config.vocab_size, dtype=F32)
-
-
-def read_prefix(cache: HybridCache, config: ModelConfig, whole: dict[str, Tensor], depth: int) -> SequenceCache | None:
-    """Admits a sequence with what the tiers have; None if they have nothing."""
-    prompt = [*TOKENS[:depth], 7, 7]
-    load = cache.start_load(prompt)
-    assert load.poll()
-    if load.loaded is None:
-        return None
-    sequence = cache.admit(prompt, load=load)
-    assert sequence and sequence.done == depth and cache.pages.alone(sequence.pages[depth // PAGE:])
-    cache.operations.flush()
-    check_prefix(cache, config, whole, sequence)
-    return sequence
-
-
-def check_prefix(cache: HybridCache, config: ModelConfig, whole: dict[str, Tensor], sequence: SequenceCache) -> None:
-    pools: Any = cache.pools
-    for index, page in enumerate(sequence.pages):
-        check_page(pools, config, page, whole, slice(index * PAGE, min((index + 1) * PAGE, sequence.done)))
-    check_slot(pools, config, sequence.slot, whole, sequence.done - 1)
-
-
-@each_kind
-@pytest.mark.parametrize("tier", ["host", "disk"])
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_items_are_read_by_any_number_of_devices(kind: Kind, tier: str, kv_heads: int, tmp_path: Path) -> None:
-    """What 1, 2 and 4 devices write are the same items, bit by bit, and each of them reads it."""
-    config = shape(kv_heads=kv_heads)
-    whole = content(config, kind, len(TOKENS))
-    written = list[dict[tuple[str, int], dict[str, Tensor]]]()
-    for writes in (1, 2, 4):
-        store = store_of(tier, tmp_path / f"{writes}")
-        writer = cache_over(config, writes, kind, store)
-        write_prefix(writer, config, whole, DEPTHS)
-        items = [item for entry in writer.tiers[0]._entries.values() for item in entry.items]
-        written.append({(item.kind, item.done): store.read(item) for item in items})
-        for reads in (1, 2, 4):
-            reader = cache_over(config, reads, kind, store)
-            reader.tiers = writer.tiers
-            for depth in DEPTHS:
-                assert read_prefix(reader, config, whole, depth)
-            reader.tiers[0].check()
-    assert {*written[0]} == {("kv", 40), ("kv", 75), ("state", 40), ("final", 75)}
-    for name, tensors in written[0].items():
-        assert tensors["keys" if name[0] == "kv" else "conv"].is_contiguous()
-        for other in written[1:]:
-            assert other[name].keys() == tensors.keys()
-            for part, tensor in tensors.items():
-                found = other[name][part]
-                assert found.dtype == tensor.dtype and torch.equal(as_bytes(found), as_bytes(tensor)), (name, part)
-
-
-@each_kind
-@pytest.mark.parametrize("spans", [32, 0])
-@pytest.mark.parametrize("count", [2, 4])
-def test_only_what_is_missing_is_written(kind: Kind, spans: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tree has the first pages, which other sequences use; the others lie all over the pool."""
-    monkeypatch.setattr("deltic.cache.item_copies._SPANS", spans)
-    config = shape()
-    whole, other = (content(config, kind, len(TOKENS), seed) for seed in (0, 1))
-    writer = cache_over(config, 1, kind, HostStore(1 << 24))
-    write_prefix(writer, config, whole, DEPTHS)
-    reader = cache_over(config, count, kind, HostStore(1 << 24), 16)
-    write_prefix(reader, config, {name: other[name] if name in ("keys", "values") else tensor
-                                  for name, tensor in whole.items()}, (40,))
-    reader.tiers = writer.tiers
-    gaps = [reader.admit() for _ in range(3)]
-    for _ in range(3):
-        for gap in gaps:
-            assert gap and reader.reserve(gap, len(gap.pages) * PAGE + 1)
-    assert gaps[0] and gaps[2]
-    reader.release(gaps[0])
-    reader.release(gaps[2])
-    load = reader.start_load([*TOKENS, 7])
-    assert load.poll() and load.loaded
-    sequence = reader.admit([*TOKENS, 7], load=load)
-    assert sequence and sequence.done == 75
-    assert any(after != page + 1 for page, after in pairwise(sequence.pages)), "the pages lie side by side"
-    reader.operations.flush()
-    check_prefix(reader, config, {name: torch.cat((as_bytes(other[name])[:, :32], as_bytes(tensor)[:, 32:]), 1).view(
-        tensor.dtype) if name in ("keys", "values") else tensor for name, tensor in whole.items()}, sequence)
-
-
-def halves(name: str) -> Callable[[dict[str, Tensor]], None]:
-    """What a shard of two has."""
-    def change(tensors: dict[str, Tensor]) -> None:
-        place = {"keys": 2, "values": 2, "recurrent": 1, "conv": 2}[name]
-        tensors[name] = tensors[name].chunk(2, place)[0].contiguous()
-    return change
-
-
-def sick(name: str) -> Callable[[dict[str, Tensor]], None]:
-    def change(tensors: dict[str, Tensor]) -> None:
-        tensors[name].view(-1)[-1] = float("nan")
-    return change
-
-
-def longer(tensors: dict[str, Tensor]) -> None:
-    tensors["hidden"] = torch.zeros(1, 1 << 20)
-
-
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize(("item", "change", "reason"), [
-    ("kv", halves("keys"), "its keys are torch.bfloat16"), ("kv", halves("values"), "its values are torch.bfloat16"),
-    ("final", halves("recurrent"), "its recurrent are torch.float32"),
-    ("final", halves("conv"), "its conv are torch.bfloat16"), ("final", longer, "is larger than"),
-    ("kv", sick("values"), "its values are not all finite"),
-    ("final", sick("recurrent"), "its recurrent are not all finite"),
-    ("final", lambda tensors: tensors.pop("hidden"), "instead of conv, hidden")])
-def test_hostile_items_are_refused(item: str, change: Any, reason: str, count: int, tmp_path: Path,
-                                   caplog: pytest.LogCaptureFixture) -> None:
-    """A shard's part is none of an item, and nothing of what is refused reaches the pools."""
-    caplog.set_level(logging.WARNING, "deltic")
-    config, kind = shape(), KINDS["bfloat16, tiled, draft head"]
-    whole, store = content(config, kind, len(TOKENS)), DiskStore(tmp_path, "model", 1 << 24)
-    write_prefix(cache_over(config, 2, kind, store), config, whole, (75,))
-    (found,) = (each for each in DiskStore(tmp_path, "model", 1 << 24).scan() if each.kind == item)
-    tensors = {name: tensor.clone() for name, tensor in store.read(found).items()}
-    change(tensors)
-    store.write(found, tensors)
-    reader = cache_over(config, count, kind, DiskStore(tmp_path, "model", 1 << 24))
-    assert read_prefix(reader, config, whole, 75) is None
-    assert reason in caplog.text and not reader.operations.queued
-    reader.check()
-
-
-def test_a_shortage_while_shards_are_joined_harms_nothing(monkeypatch: pytest.MonkeyPatch,
-                                                          caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "deltic")
-    config, kind = shape(), KINDS["float32"]
-    whole, cache = content(config, kind, len(TOKENS)), cache_over(config, 2, kind, HostStore(1 << 24))
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
-    with monkeypatch.context() as patched:
-        patched.setattr(TensorPart, "put", refuse)
-        write_prefix(cache, config, whole, (40,))
-    assert not cache.tiers[0].prefixes and "`host_memory`" in caplog.text and not cache.operations.poisoned
-    write_prefix(cache, config, whole, (75,))
-    assert cache.tiers[0].prefixes == 1
-    assert not any(shard.held for shard in cache.pools.shards)  # type: ignore[attr-defined]
-
-
-def test_dropped_operations_hold_nothing() -> None:
-    config, kind = shape(), KINDS["float32"]
-    cache = cache_over(config, 2, kind, HostStore(1 << 24))
-    item = cache.pools.hold("a prefix")
-    shards = cache.pools.shards  # type: ignore[attr-defined]
-    assert all(shard.held == {item: "a prefix"} for shard in shards)
-    cache.operations.append(StoreItem(item, (), 0))
-    cache.operations.discard()
-    assert not any(shard.held for shard in shards)
-
-
-def test_one_part_at_a_time_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the whole tensor, joining takes the memory of one shard's part."""
-    config, kind = shape(kv_heads=2), KINDS["float32"]
-    pools = pools_of(config, 4, kind)
-    write_slot(pools, config, 0, content(config, kind, 1), 0)
-    live, put = list[weakref.ref[Tensor]](), TensorPart.put
-    names = list[tuple[int, ...]]()
-
-    def watched(part: TensorPart, copy: Tensor, whole: Tensor) -> None:
-        assert all(each() is None for each in live), "an earlier part is still there"
-        live.append(weakref.ref(copy))
-        names.append(part.shape)
-        assert 4 * copy.numel() == whole.numel()
-        put(part, copy, whole)
-
-    monkeypatch.setattr(TensorPart, "put", watched)
-    read_state(pools.shards, 0)
-    assert len(live) == 8 and len({*names}) == 2
