@@ -22,6 +22,7 @@ from deltic.ops import Ops
 from deltic.ops.encoder import Affine, LayerNorm, Scene, VisionWeights
 from deltic.ops.noise import gumbel
 from deltic.ops.quantized import QTensor
+from deltic.ops.slices import SLICES, expert_slices, slice_products, tree_sum, unpacked
 from deltic.ops.types import (
     PAGE,
     RING,
@@ -78,16 +79,16 @@ def project(x: Tensor, weight: Weight) -> Tensor:
     return result
 
 
-def unpacked(weight: Block) -> Tensor:
-    """The matrix that another backend may have packed."""
-    if isinstance(weight, QTensor):
-        return weight.dequantize()
-    return weight.to_dense() if weight.is_mkldnn else weight
-
-
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """x [T, in], weight [out, in] or row blocks of it -> x weightᵀ [T, out] in x's dtype."""
     return project(x, weight).to(x.dtype)
+
+
+def row_parallel(x: Tensor, weight: Weight, shards: int = 1, runs: int = 1) -> Tensor:
+    """x [T, in], weight [out, in] -> x weightᵀ [T, out], in the order of `ops.slices`: in x's dtype, or of one of
+    several shards in the wide dtype."""
+    total = tree_sum(slice_products(project, x, weight, shards, runs))
+    return total.to(x.dtype) if shards == 1 else total
 
 
 def rms_norm(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
@@ -125,25 +126,36 @@ def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float)
 
 def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
     """x [T, H] -> down(silu(gate) * up) [T, H]."""
+    return row_parallel(_gated(x, weights), weights.down, weights.shards)
+
+
+def _gated(x: Tensor, weights: MlpWeights) -> Tensor:
     gate, up = linear(x, weights.gate_up).to(wide(x)).chunk(2, dim=-1)
-    return linear((each_token(functional.silu, gate) * up).to(x.dtype), weights.down)
+    return (each_token(functional.silu, gate) * up).to(x.dtype)
 
 
 def moe(x: Tensor, weights: MoeWeights) -> Tensor:
-    """x [T, H] -> the sum of each token's experts [T, H], of which the best comes first and the shared one last."""
+    """x [T, H] -> the sum of each token's experts [T, H]. The best expert of a slice comes first, the shared expert's
+    slice last."""
     assert isinstance(weights.experts, tuple)
-    logits, count = project(x, weights.router), len(weights.experts)
-    result = torch.empty_like(x)
+    logits = project(x, weights.router)
+    count, places = logits.shape[1] - (weights.shared is not None), expert_slices(len(weights.experts), weights.shards)
+    result = torch.empty_like(x) if weights.shards == 1 else torch.empty_like(x, dtype=wide(x))
     for token in range(len(x)):
         chances = torch.softmax(logits[token, :count], dim=-1)
         best = ranked(chances)[:weights.per_token]
         shares = chances[best] / chances[best].sum() if weights.normalised else chances[best]
-        own, total = x[token:token + 1], torch.zeros(x.shape[1:], dtype=logits.dtype, device=x.device)
-        for share, expert in zip(shares, best.tolist(), strict=True):
-            total += share * mlp(own, weights.experts[expert])[0]
+        own = x[token:token + 1]
+        parts = [torch.zeros(x.shape[1:], dtype=wide(x), device=x.device) for _ in range(SLICES // weights.shards)]
+        for share, expert in zip(shares, (best - weights.first).tolist(), strict=True):
+            if 0 <= expert < len(weights.experts):
+                gated = _gated(own, weights.experts[expert])
+                parts[places[expert]] += share * linear(gated, weights.experts[expert].down)[0]
         if weights.shared is not None:
-            total += torch.sigmoid(logits[token, count]) * mlp(own, weights.shared)[0]
-        result[token] = total
+            products = slice_products(project, _gated(own, weights.shared), weights.shared.down, weights.shards)
+            for part, product in zip(parts, products, strict=True):
+                part += torch.sigmoid(logits[token, count]) * product[0]
+        result[token] = tree_sum(parts)
     return result
 
 
@@ -434,7 +446,8 @@ def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) ->
     Written for each row: the target slot, unless it stays as of `base`; with append, the chunk's ring entries; each
     emit slot. Ring entries are not rounded, so a replayed state has the bits of the plain recurrence.
     """
-    return linear(gdn_core(linear(x, weights.in_proj), weights, state, batch), weights.out_proj)
+    mixed = gdn_core(linear(x, weights.in_proj), weights, state, batch)
+    return row_parallel(mixed, weights.out_proj, weights.shards, weights.spec.value_runs)
 
 
 # Gated attention
@@ -600,7 +613,7 @@ def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Bat
             output[token] = attention(query[token], keys[:end], values[:end])
     if gate is not None:
         output = (output.to(wide(x)) * each_token(sigmoid, gate)).to(x.dtype)
-    return linear(output.flatten(1), weights.o_proj)
+    return row_parallel(output.flatten(1), weights.o_proj, weights.shards)
 
 
 # Sampling
