@@ -58,7 +58,7 @@ def _model_facts(args: argparse.Namespace) -> Facts:
     if isinstance(runtime, ProgramModel):
         facts = _facts(runtime.config, runtime.options, runtime.ops, (runtime.memory, PoolOptions()))
         return {**names, **facts, "ops": "compiled", **texts}
-    decoder, pools = runtime.decoder, runtime.pools
+    decoder, pools = runtime.decoder, runtime.pools.shards[0]
     pool_options = PoolOptions(runtime.cache.delta_logs.size, runtime.mtp is not None, kv=pools.keys.dtype,
                                state=pools.recurrent.dtype)
     facts = _facts(runtime.config, runtime.options, decoder.ops, (runtime.memory, pool_options))

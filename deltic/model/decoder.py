@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltic.config import ModelConfig
+from deltic.config import ModelConfig, shard_config
 from deltic.model.tensor_parallel import Shard, Splitter
 from deltic.ops import Ops
 from deltic.ops.quantized import PLAIN_TYPES, QTensor
@@ -243,8 +243,9 @@ class WeightLoader:
         if experts is None:
             return self._mlp("mlp.")
         own = self._experts() if pool is None else pool
-        gates = ["mlp.gate", "mlp.shared_expert_gate"] if experts.shared_size else ["mlp.gate"]
-        shared = self._mlp("mlp.shared_expert.") if experts.shared_size else None
+        has_shared = f"{self.prefix}mlp.shared_expert.down_proj.weight" in self.weights  # or other devices have all of it
+        gates = ["mlp.gate", "mlp.shared_expert_gate"] if has_shared else ["mlp.gate"]
+        shared = self._mlp("mlp.shared_expert.") if has_shared else None
         return MoeWeights(self.linear(*gates), own, shared, experts.per_token, experts.normalised,
                           self.shard.count, self.shard.experts.start)
 
@@ -274,7 +275,8 @@ class WeightLoader:
 
 
 def _gdn(take: WeightLoader) -> GdnWeights:
-    config, shard = take.shard.own_config, take.shard
+    shard = take.shard
+    config = shard_config(shard.config, shard.count)
     linear = config.linear
     assert linear is not None
     spec = GdnSpec(linear.num_key_heads, linear.num_value_heads, linear.key_head_dim, linear.value_head_dim,
@@ -291,7 +293,7 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
 
 
 def _attention(take: WeightLoader) -> AttentionWeights:
-    config = take.shard.own_config
+    config = shard_config(take.shard.config, take.shard.count)
     qkv = take.linear(*(f"self_attn.{part}_proj" for part in "qkv"))
     q_norm, k_norm = (take.norm(f"self_attn.{part}_norm") if config.qk_norm else None for part in "qk")
     bias = torch.cat([take.float32(f"self_attn.{part}_proj.bias") for part in "qkv"]) if config.qkv_bias else None

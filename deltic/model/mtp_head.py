@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from deltic.config import ExpertsConfig, ModelConfig
+from deltic.config import ExpertsConfig, ModelConfig, shard_config
 from deltic.errors import ModelError
 from deltic.model.decoder import Decoder, WeightLoader, attention_spec, dense_parts, feed_forward, summed
 from deltic.model.draft_vocabulary import DraftVocabulary
@@ -126,7 +126,7 @@ def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder
 
 def _layer(take: WeightLoader) -> tuple[DecoderLayer, Weight]:
     """Returns a device's `layer` and `kv`."""
-    config = take.shard.own_config
+    config = shard_config(take.shard.config, take.shard.count)
     kv = take.linear("self_attn.k_proj", "self_attn.v_proj")
     mixer = AttentionWeights(attention_spec(config), _blocks(take.linear("self_attn.q_proj")) + _blocks(kv),
                              take.norm("self_attn.q_norm"), take.norm("self_attn.k_norm"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -79,16 +79,6 @@ class Shard:
         keys, total = self.share(linear.num_key_heads), linear.num_key_heads
         return [slice(first + keys.start, first + keys.stop) for first in range(0, linear.num_value_heads, total)]
 
-    @property
-    def own_config(self) -> ModelConfig:
-        """The shape of the model with its heads alone."""
-        config, linear = self.config, self.config.linear
-        if linear is not None:
-            linear = replace(linear, num_key_heads=linear.num_key_heads // self.count,
-                             num_value_heads=linear.num_value_heads // self.count)
-        return replace(config, num_attention_heads=config.num_attention_heads // self.count,
-                       num_key_value_heads=self.kv_heads.stop - self.kv_heads.start, linear=linear)
-
 
 def check_degree(config: ModelConfig, count: int, packed: bool = False, tiled: bool = False) -> None:
     """Raises ConfigError if a model cannot be split over so many devices. packed: matrices consist of quantized blocks.
@@ -114,11 +104,13 @@ def _obstacle(config: ModelConfig, count: int, packed: bool, tiled: bool) -> str
         runs = linear.num_value_heads // linear.num_key_heads if tiled else 1
         if not _even(linear.value_dim, count, packed, runs):
             return f"{count} parts of its {linear.value_dim} value columns would not end at ends of slices"
-    inner = [config.intermediate_size] if config.experts is None else [config.experts.shared_size]
-    if not all(_divides(columns, count, packed) for columns in inner if columns):
-        return f"{count} parts of its {inner[0]} inner columns would not end at ends of slices, or have none"
-    if config.experts is not None and config.experts.count < count:
+    if config.experts is None:
+        if not _divides(config.intermediate_size, count, packed, empty=False):
+            return f"{count} parts of its {config.intermediate_size} inner columns would not end at ends of slices"
+    elif config.experts.count < count:
         return f"it has {config.experts.count} experts"
+    elif not _divides(config.experts.shared_size, count, packed):
+        return f"{count} parts of the shared expert's {config.experts.shared_size} inner columns would not end at ends of slices"
     return None if config.vocab_size > (count - 1) * PANEL * 2 else f"its vocabulary has {config.vocab_size} tokens"
 
 
@@ -138,8 +130,8 @@ def _even(columns: int, count: int, packed: bool, runs: int = 1) -> bool:
     return _divides(columns, count, packed, runs)
 
 
-def _divides(columns: int, count: int, packed: bool, runs: int = 1) -> bool:
-    """True if every device has columns, and slices them by itself as one device does."""
+def _divides(columns: int, count: int, packed: bool, runs: int = 1, empty: bool = True) -> bool:
+    """True if every device slices its columns by itself as one device does. empty: a device may have none."""
     width = columns // runs
     for unit in _units(columns, packed):
         ends, all_ends = [0, *slice_ends(width, unit, count)], slice_ends(width, unit, SLICES)
@@ -148,7 +140,7 @@ def _divides(columns: int, count: int, packed: bool, runs: int = 1) -> bool:
             wanted = [stop - first for stop in all_ends[index * own:(index + 1) * own]]
             size = runs * (end - first)
             mine = PLAIN_UNIT if unit == PLAIN_UNIT else slice_unit("Q8_0", size)
-            if not size or slice_ends(end - first, mine, own) != wanted:
+            if (not size and not empty) or slice_ends(end - first, mine, own) != wanted:
                 return False
     return True
 
@@ -162,7 +154,7 @@ class Splitter:
 
     def split(self, weights: dict[str, Weight], prefix: str) -> list[dict[str, Weight]]:
         """Returns each device's tensors of a layer, which it pops from `weights`. One device takes them from `weights`
-        itself."""
+        itself. A device whose part of a shared expert has no columns does not have its tensors."""
         if len(self.shards) == 1:
             return [weights]
         parts: list[dict[str, Weight]] = [{} for _ in self.shards]
@@ -172,7 +164,9 @@ class Splitter:
             whole = weights.pop(name)
             down = re.sub(r"\.(gate|up)_proj\.weight$", ".down_proj.weight", name)
             for shard, own in zip(self.shards, parts, strict=True):
-                own[name] = self._cut(whole, shard, name, units.get(down, PLAIN_UNIT))
+                part = self._cut(whole, shard, name, units.get(down, PLAIN_UNIT))
+                if part is not None:
+                    own[name] = part
         return parts
 
     def head(self, whole: Block) -> list[Block]:
@@ -184,7 +178,8 @@ class Splitter:
             return [whole.panels(rows.start, rows.stop) for rows in ends]
         return [whole[rows] for rows in ends]
 
-    def _cut(self, whole: Weight, shard: Shard, name: str, unit: int) -> Weight:
+    def _cut(self, whole: Weight, shard: Shard, name: str, unit: int) -> Weight | None:
+        """Returns a device's part of a tensor; None if there is none."""
         if ".experts." in name:
             assert not isinstance(whole, QTensor), f"{name} is no stack"
             return whole[shard.experts]
@@ -195,7 +190,9 @@ class Splitter:
             return self._taken(whole, columns, 1)
         return whole
 
-    def _taken(self, whole: Block, ranges: Sequence[slice], axis: int) -> Block:
+    def _taken(self, whole: Block, ranges: Sequence[slice], axis: int) -> Block | None:
+        if not sum(part.stop - part.start for part in ranges):
+            return None
         if isinstance(whole, QTensor):
             return whole.take_columns(ranges, self._arena) if axis else whole.take_rows(ranges, self._arena)
         parts = [whole[:, part] if axis else whole[part] for part in ranges]
