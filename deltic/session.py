@@ -309,7 +309,7 @@ class Session:
         if not sequence_cache.done:
             states = torch.zeros_like(states)
         linear = self.config.linear
-        if runtime.pools.tiled and linear is not None:  # the order of heads in GGUF files
+        if runtime.pools.shards[0].tiled and linear is not None:  # the order of heads in GGUF files
             states = states.unflatten(1, (-1, linear.num_key_heads)).transpose(1, 2).flatten(1, 2)
         return dict(zip(self.config.linear_layers, states.clone(), strict=True))
 

@@ -257,8 +257,8 @@ def shard_config(config: ModelConfig, shards: int) -> ModelConfig:
 
 def _check_split(kind: str, heads: int, shards: int) -> None:
     if heads % shards:
-        raise ConfigError(f"tp={shards} cannot split this model's {heads} {kind} heads: choose a divisor of their number",
-                          "tp")
+        raise ConfigError(f"tp={shards} cannot split this model's {heads} {kind} heads: choose a divisor of their "
+                          "number", "tp")
 
 
 def _feed_forward_rows(config: ModelConfig, count: int) -> int:

@@ -243,7 +243,8 @@ class WeightLoader:
         if experts is None:
             return self._mlp("mlp.")
         own = self._experts() if pool is None else pool
-        has_shared = f"{self.prefix}mlp.shared_expert.down_proj.weight" in self.weights  # or other devices have all of it
+        # other devices may have all of it
+        has_shared = f"{self.prefix}mlp.shared_expert.down_proj.weight" in self.weights
         gates = ["mlp.gate", "mlp.shared_expert_gate"] if has_shared else ["mlp.gate"]
         shared = self._mlp("mlp.shared_expert.") if has_shared else None
         return MoeWeights(self.linear(*gates), own, shared, experts.per_token, experts.normalised,

@@ -104,13 +104,13 @@ def _obstacle(config: ModelConfig, count: int, packed: bool, tiled: bool) -> str
         runs = linear.num_value_heads // linear.num_key_heads if tiled else 1
         if not _even(linear.value_dim, count, packed, runs):
             return f"{count} parts of its {linear.value_dim} value columns would not end at ends of slices"
-    if config.experts is None:
-        if not _divides(config.intermediate_size, count, packed, empty=False):
-            return f"{count} parts of its {config.intermediate_size} inner columns would not end at ends of slices"
-    elif config.experts.count < count:
-        return f"it has {config.experts.count} experts"
-    elif not _divides(config.experts.shared_size, count, packed):
-        return f"{count} parts of the shared expert's {config.experts.shared_size} inner columns would not end at ends of slices"
+    inner, experts = config.intermediate_size, config.experts
+    if experts is None and not _divides(inner, count, packed, empty=False):
+        return f"{count} parts of its {inner} inner columns would not end at ends of slices, or would be empty"
+    if experts is not None and experts.count < count:
+        return f"it has {experts.count} experts"
+    if experts is not None and not _divides(experts.shared_size, count, packed):
+        return f"{count} parts of {experts.shared_size} columns of the shared expert would not end at ends of slices"
     return None if config.vocab_size > (count - 1) * PANEL * 2 else f"its vocabulary has {config.vocab_size} tokens"
 
 
@@ -175,7 +175,7 @@ class Splitter:
             return [whole]
         ends = [shard.tokens for shard in self.shards]
         if isinstance(whole, QTensor):
-            return [whole.panels(rows.start, rows.stop) for rows in ends]
+            return [whole.row_view(rows.start, rows.stop) for rows in ends]
         return [whole[rows] for rows in ends]
 
     def _cut(self, whole: Weight, shard: Shard, name: str, unit: int) -> Weight | None:

@@ -55,7 +55,7 @@ class QTensor:
         library().deltic_copy_rows(byref(source.matrix), rows.data_ptr(), len(rows), byref(self.matrix),
                                    places.data_ptr())
 
-    def panels(self, first: int, end: int) -> QTensor:
+    def row_view(self, first: int, end: int) -> QTensor:
         """Returns a view of the rows from `first`, a multiple of PANEL, to `end`, a multiple or the last one."""
         assert first % PANEL == 0 and (end % PANEL == 0 or end == self.rows)
         size = self.nbytes // -(-self.rows // PANEL)

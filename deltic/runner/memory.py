@@ -87,7 +87,7 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     if options.on_gpu and kv is None and memory.max_context < (options.max_context or config.max_position_embeddings):
         warnings = (*warnings, "`kv_dtype='fp8'` would hold twice the context")
     return (replace(memory, warnings=warnings, notes=_division(memory, needs, card)),
-            PoolOptions(memory.delta_logs, head, kv=kv, state=state, layout=memory.layout))
+            PoolOptions(memory.delta_logs, head, kv=kv, state=state, layout=memory.layout and layout))
 
 
 def _division(memory: MemoryPlan, needs: MemoryNeeds, card: CardMemory | None) -> tuple[str, ...]:
