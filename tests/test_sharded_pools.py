@@ -1,179 +1,46 @@
-"""Pools of several devices: what a shard has, that every operation changes all of them as it changes whole pools, and
-that the tiers have whole items, which any number of devices reads."""
+"""Pools of several devices: what each has, and that operations change all of them as they change whole pools."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
+from hypothesis.stateful import initialize, run_state_machine_as_test
+from sharded_cases import (
+    BF16,
+    F32,
+    KINDS,
+    Heads,
+    Kind,
+    check_page,
+    check_slot,
+    content,
+    each_kind,
+    heads_of,
+    pools_of,
+    shape,
+    write_page,
+    write_slot,
+)
 from support import examples, odd_shape
+from test_cache_frames import RESTLESS, SharedMachine, SharedReuseMachine, toy_shared
 from torch import Tensor
 
 from deltic.cache.item_copies import read_state
-from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, MovePages
-from deltic.cache.sharded_pools import ShardedPools, allocate_shards, item_parts
-from deltic.cache.tensors import CachePools, PoolOptions, delta_log_bytes, page_bytes, slot_bytes
+from deltic.cache.manager import HybridCache
+from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, MovePages, Operation, PoolSizes
+from deltic.cache.sharded_pools import ShardedPools, item_parts
+from deltic.cache.tensors import CachePools, PoolOptions, delta_log_bytes, frame_layout, page_bytes, slot_bytes
 from deltic.config import LinearConfig, ModelConfig, shard_config
 from deltic.errors import ConfigError
-from deltic.ops import backends
-from deltic.ops.kv import FP8, INT4, KEY_BITS, VALUE_BITS, as_bytes, pack, rotated, rounded
+from deltic.ops.kv import FP8, INT4, as_bytes
 from deltic.params import PAGE
-
-F32, BF16 = torch.float32, torch.bfloat16
-Pools = CachePools | ShardedPools
-Kind = tuple[torch.dtype, PoolOptions]
-KINDS: dict[str, Kind] = {
-    "float32": (F32, PoolOptions(3)),
-    "bfloat16, tiled, draft head": (BF16, PoolOptions(3, head=True, tiled=True)),
-    "fp8, bfloat16 states": (BF16, PoolOptions(3, tiled=True, kv=FP8, state=BF16)),
-    "int4, draft head": (F32, PoolOptions(3, head=True, kv=INT4)),
-}
-"""The dtype of activations, and the rest."""
-each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
-
-
-def shape(heads: int = 8, kv_heads: int = 4, key_heads: int = 4, ratio: int = 3, **changes: Any) -> ModelConfig:
-    return odd_shape(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16, num_mtp_layers=1,
-                     linear=LinearConfig(key_heads, ratio * key_heads, 6, 10, 4), **changes)
-
-
-def pools_of(config: ModelConfig, count: int, kind: Kind, pages: int = 6, slots: int = 5) -> Pools:
-    """Pools of so many devices, full of NaN."""
-    dtype, extras = kind
-    pools = allocate_shards(config, pages, slots, dtype, [backends()["torch"]] * count, ["cpu"] * count, extras)
-    for shard in pools.shards:
-        for tensor in (*shard.page_tensors, *shard.slot_tensors, *(shard.delta_logs or ())):
-            tensor.fill_(0xff if tensor.dtype == INT4 else float("nan"))
-    return pools
-
-
-# What a shard has, head by head
-
-
-@dataclass(frozen=True)
-class Heads:
-    """The heads of a shard, by the definition: it has some query heads and key heads, and what belongs to them."""
-
-    config: ModelConfig
-    count: int
-    index: int
-    tiled: bool
-
-    def own(self, total: int) -> list[int]:
-        return [head for head in range(total) if head * self.count // total == self.index]
-
-    @property
-    def kv(self) -> list[int]:
-        group = self.config.num_attention_heads // self.config.num_key_value_heads
-        return sorted({head // group for head in self.own(self.config.num_attention_heads)})
-
-    @property
-    def keys(self) -> list[int]:
-        assert self.config.linear
-        return self.own(self.config.linear.num_key_heads)
-
-    @property
-    def values(self) -> list[int]:
-        linear = self.config.linear
-        assert linear
-        group = linear.num_value_heads // linear.num_key_heads
-        return [head for head in range(linear.num_value_heads)
-                if (head % linear.num_key_heads if self.tiled else head // group) in self.keys]
-
-    @property
-    def channels(self) -> list[int]:
-        linear = self.config.linear
-        assert linear
-        found = []
-        for first, heads, dim in ((0, self.keys, linear.key_head_dim),
-                                  (linear.key_dim, self.keys, linear.key_head_dim),
-                                  (2 * linear.key_dim, self.values, linear.value_head_dim)):
-            found += [first + head * dim + place for head in heads for place in range(dim)]
-        return found
-
-    def of(self, name: str, whole: Tensor) -> Tensor:
-        """The shard's part of a whole tensor: K/V [..., kv_heads, width], recurrent [..., Hv, Dk, Dv], conv or a
-        delta log's inputs [..., C]."""
-        match name:
-            case "keys" | "values" if whole.dtype == INT4:
-                return self.of_int4(whole, KEY_BITS if name == "keys" else VALUE_BITS)
-            case "keys" | "values":
-                return as_bytes(whole)[..., self.kv, :].view(whole.dtype)
-            case "recurrent":
-                return whole[..., self.values, :, :]
-            case "conv":
-                return whole[..., self.channels]
-        return whole
-
-    def of_int4(self, whole: Tensor, bits: int) -> Tensor:
-        """A token's bytes: the low bits of all heads, then the fifth bits, then the scales."""
-        dim, flat = self.config.head_dim, whole.flatten(-2)
-        found, first = [], 0
-        for size in (dim // 2, dim // 8 * (bits - 4), 2):
-            found += [flat[..., first + head * size:first + (head + 1) * size] for head in self.kv]
-            first += size * self.config.num_key_value_heads
-        return torch.cat(found, -1).unflatten(-1, (len(self.kv), -1))
-
-
-def heads_of(pools: Pools, config: ModelConfig) -> list[tuple[CachePools, Heads]]:
-    count = len(pools.shards)
-    return [(shard, Heads(config, count, index, shard.tiled)) for index, shard in enumerate(pools.shards)]
-
-
-def content(config: ModelConfig, kind: Kind, units: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random K/V of tokens and random states, whole: [layers, units, ...] each."""
-    dtype, extras = kind
-    kv, linear = extras.kv or dtype, config.linear
-    made = torch.Generator().manual_seed(seed)
-
-    def randn(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=made)
-
-    found = dict[str, Tensor]()
-    heads = len(config.attention_layers) + extras.head, units, config.num_key_value_heads, config.head_dim
-    for name, bits in (("keys", KEY_BITS), ("values", VALUE_BITS)):
-        x = randn(*heads)
-        found[name] = (pack(rotated(x.flatten(0, 1)), bits).unflatten(0, heads[:2]) if kv == INT4 else rounded(x, kv))
-    if linear:
-        layers = len(config.linear_layers)
-        found["recurrent"] = randn(layers, units, linear.num_value_heads, linear.key_head_dim,
-                                   linear.value_head_dim).to(extras.state)
-        found["conv"] = randn(layers, units, linear.conv_kernel, config.conv_dim).to(dtype)
-    if extras.head:
-        found["hidden"] = randn(1, units, config.hidden_size)
-    return found
-
-
-def write_page(pools: Pools, config: ModelConfig, page: int, whole: dict[str, Tensor], tokens: slice,
-               first: int = 0) -> None:
-    for shard, heads in heads_of(pools, config):
-        for name, pool in shard.named_pages.items():
-            part = as_bytes(heads.of(name, whole[name][:, tokens]))
-            as_bytes(pool)[:, page, first:first + part.shape[1]] = part
-
-
-def write_slot(pools: Pools, config: ModelConfig, slot: int, whole: dict[str, Tensor], unit: int) -> None:
-    for shard, heads in heads_of(pools, config):
-        for name, pool in shard.named_slots.items():
-            pool[:, slot] = heads.of(name, whole[name][:, unit])
-
-
-def check_page(pools: Pools, config: ModelConfig, page: int, whole: dict[str, Tensor], tokens: slice,
-               first: int = 0) -> None:
-    for shard, heads in heads_of(pools, config):
-        for name, pool in shard.named_pages.items():
-            part = as_bytes(heads.of(name, whole[name][:, tokens]))
-            assert torch.equal(as_bytes(pool)[:, page, first:first + part.shape[1]], part)
-
-
-def check_slot(pools: Pools, config: ModelConfig, slot: int, whole: dict[str, Tensor], unit: int) -> None:
-    for shard, heads in heads_of(pools, config):
-        for name, pool in shard.named_slots.items():
-            assert torch.equal(pool[:, slot], heads.of(name, whole[name][:, unit]))
 
 
 def test_heads_that_cannot_be_split_are_refused() -> None:
@@ -316,3 +183,114 @@ def test_sizes_are_of_all_shards(count: int, kind: Kind) -> None:
     assert count * page_bytes(own, extras.kv or dtype, extras.head) == PAGE * pools.sizes.token_bytes
     assert count * slot_bytes(own, dtype, extras.head, extras.state) == pools.sizes.slot_bytes
     assert count * delta_log_bytes(own, dtype) == delta_log_bytes(config, dtype)
+
+
+@pytest.mark.parametrize("preset", ["qwen3.5-4b", "qwen3.5-27b", "qwen3.5-35b-a3b"])
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize(("kv", "state"), [(None, F32), (FP8, F32), (None, BF16)])
+def test_frames_have_the_same_numbers_on_all_devices(preset: str, count: int, kv: torch.dtype | None,
+                                                     state: torch.dtype) -> None:
+    """Of a model whose K/V heads divide they are those of one device; else K/V takes more of them."""
+    config, extras = ModelConfig.preset(preset), PoolOptions(0, True, kv=kv, state=state)
+    own = shard_config(config, count)
+    whole, part = frame_layout(config, BF16, extras), frame_layout(own, BF16, extras)
+    assert whole and part
+    together = part.of_shards(count)
+    replicas = max(count // config.num_key_value_heads, 1)
+    assert together.size == whole.size and together.slot_step == whole.slot_step
+    assert together.page_step == replicas * whole.page_step and 0 <= whole.pages - replicas * together.pages < replicas
+    hidden = whole.slot_step * 4 * config.hidden_size
+    assert together.side == whole.side + (count - 1) * hidden
+    for frame in (0, 1, 7, 1000):
+        first = part.first_page(frame)
+        assert together.first_page(frame) == first and together.frame_of(first) == part.frame_of(first) == frame
+        assert replicas > 1 or whole.first_page(frame) == first
+    numbers_of = PoolSizes(40 * part.pages, 9, layout=part).units(), PoolSizes(40 * part.pages, 9,
+                                                                                layout=together).units()
+    for units in numbers_of:
+        taken = [units.take_slot()[0] for _ in range(3)], units.pages.take(2 * part.pages)
+        assert taken == ([frame * part.slot_step for frame in range(3)],
+                         [part.first_page(frame) + page for frame in (39, 38) for page in range(part.pages)])
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_pools_in_frames_change_roles(count: int) -> None:
+    """Pages of every frame but the first, then a slot where pages were."""
+    config = odd_shape(num_attention_heads=4, num_key_value_heads=4, head_dim=16,
+                       linear=LinearConfig(4, 4, 64, 64, 4))
+    plain = F32, PoolOptions(3)
+    layout = frame_layout(shard_config(config, count), F32, plain[1])
+    assert layout and layout.pages > 1
+    pools = pools_of(config, count, (F32, PoolOptions(3, layout=layout)), 4 * layout.pages, 3)
+    assert pools.sizes.layout == layout.of_shards(count) == frame_layout(config, F32, plain[1])
+    assert pools.sizes.bytes == count * (4 * layout.size + 3 * layout.side) and pools.sizes.pages == 4 * layout.pages
+    whole = content(config, plain, 2 * PAGE)
+    first, far = (layout.first_page(frame) for frame in (1, 3))
+    write_slot(pools, config, 0, whole, 1)
+    write_page(pools, config, first, whole, slice(0, PAGE))
+    write_page(pools, config, first + 1, whole, slice(PAGE, 2 * PAGE))
+    pools.apply((MovePages((first, first + 1), (far, far + 1)), CopySlot(0, layout.slot_step)))
+    check_page(pools, config, far, whole, slice(0, PAGE))
+    check_page(pools, config, far + 1, whole, slice(PAGE, 2 * PAGE))
+    for slot in (0, layout.slot_step):
+        check_slot(pools, config, slot, whole, 1)
+
+
+class SeenPools(ShardedPools):
+    """As the machines of `test_cache_frames` look at pools: all shards have the same content, or they notice."""
+
+    @property
+    def page_tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for shard in self.shards for tensor in shard.page_tensors)
+
+    @property
+    def slot_tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for shard in self.shards for tensor in shard.slot_tensors)
+
+    @property
+    def recurrent(self) -> Tensor:
+        return torch.cat([shard.recurrent for shard in self.shards])
+
+    @property
+    def conv(self) -> Tensor:
+        return torch.cat([shard.conv for shard in self.shards])
+
+
+class ForgetsAShard(SeenPools):
+    def apply(self, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            if isinstance(operation, CopyPage):
+                self.shards[0].apply((operation,))
+            else:
+                super().apply((operation,))
+
+
+def toy_shards(frames: int, kind: type[SeenPools] = SeenPools) -> HybridCache:
+    shards = [toy_shared(frames).pools for _ in range(2)]
+    assert all(isinstance(shard, CachePools) for shard in shards)
+    return HybridCache(kind(tuple(shards), shards[0]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("base", [SharedMachine, SharedReuseMachine])
+@pytest.mark.parametrize("restless", [True, False])
+def test_the_cache_of_shards_equals_a_dictionary(base: Any, restless: bool) -> None:
+    class Machine(base):
+        looks = 5
+
+        @initialize(pages=st.sampled_from((6, 4, 9, 2)), slots=st.sampled_from((3, 1, 5)))
+        def start(self, pages: int, slots: int) -> None:
+            with RESTLESS if restless else nullcontext():
+                self.cache = toy_shards(pages)
+
+    run_state_machine_as_test(Machine, settings=settings(max_examples=examples(50), stateful_step_count=40))
+
+
+def test_the_machine_notices_a_shard_that_is_left_out() -> None:
+    class Machine(SharedMachine):
+        @initialize(pages=st.sampled_from((6, 4, 9)), slots=st.sampled_from((3, 5)))
+        def start(self, pages: int, slots: int) -> None:
+            self.cache = toy_shards(pages, ForgetsAShard)
+
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Machine, settings=settings(max_examples=200, stateful_step_count=40,
+                                                             report_multiple_bugs=False, phases=(Phase.generate,)))
