@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,11 +120,26 @@ class Decoder:
         """Bytes of all parameters; a tied head counts once."""
         return sum(self.weight_kinds().values())
 
+    def part_bytes(self) -> list[dict[str, int]]:
+        """Bytes of the layers and of the logits' rows of each device by part. A tied head has those of the
+        embedding."""
+        tied = self.head is self.weights.embedding
+        found = list[dict[str, int]]()
+        for shard in self.shards:
+            parts = dict.fromkeys(("attention", "gated_deltanet", "feed_forward", "head"), 0)
+            for layer in shard.layers:
+                kind = "gated_deltanet" if isinstance(layer.mixer, GdnWeights) else "attention"
+                parts[kind] += _nbytes(_mixer_weights(layer.mixer))
+                parts["feed_forward"] += _nbytes(_mlp_weights(layer.mlp))
+            parts["head"] = 0 if tied else _nbytes([shard.head])
+            found.append(parts)
+        return found
+
     def token_bytes(self) -> int:
         """Bytes of parameters that a token reads: all except unused experts and the other rows of an embedding that is
         not the head."""
         embedding, head = self.weights.embedding, self.head
-        own = sum(block.nbytes for weight in (self.weights.norm, head) for block in _blocks(weight))
+        own = _nbytes([self.weights.norm, head])
         row = 0 if embedding is head else embedding.nbytes // len(embedding)
         count = self.config.experts.count if self.config.experts else 1
         return own + row + sum(_token_bytes(layer, count) for shard in self.shards for layer in shard.layers)
@@ -132,13 +147,12 @@ class Decoder:
 
 def _token_bytes(layer: DecoderLayer, count: int) -> int:
     """count: the experts of all devices."""
-    total, mlp = sum(block.nbytes for weight in _weights(layer) for block in _blocks(weight)), layer.mlp
+    total, mlp = _nbytes(_weights(layer)), layer.mlp
     if isinstance(mlp, MlpWeights):
         return total
     if isinstance(mlp.experts, ExpertPool):
         return total + mlp.experts.nbytes * mlp.per_token // count
-    experts = sum(block.nbytes for part in mlp.experts for weight in (part.gate_up, part.down)
-                  for block in _blocks(weight))
+    experts = _nbytes(weight for part in mlp.experts for weight in (part.gate_up, part.down))
     return total - experts + experts * mlp.per_token // count
 
 
@@ -163,17 +177,28 @@ def dense_parts(weights: MlpWeights | MoeWeights) -> tuple[MlpWeights, ...]:
 
 
 def _weights(layer: DecoderLayer) -> Iterator[Weight]:
-    mixer = layer.mixer
     yield from (layer.input_norm, layer.post_norm)
-    for mlp in dense_parts(layer.mlp):
-        yield from (mlp.gate_up, mlp.down)
-    if isinstance(layer.mlp, MoeWeights):
-        yield layer.mlp.router
+    yield from _mlp_weights(layer.mlp)
+    yield from _mixer_weights(layer.mixer)
+
+
+def _mlp_weights(mlp: MlpWeights | MoeWeights) -> Iterator[Weight]:
+    for part in dense_parts(mlp):
+        yield from (part.gate_up, part.down)
+    if isinstance(mlp, MoeWeights):
+        yield mlp.router
+
+
+def _mixer_weights(mixer: GdnWeights | AttentionWeights) -> Iterator[Weight]:
     if isinstance(mixer, GdnWeights):
         yield from (mixer.in_proj, mixer.conv, mixer.decay, mixer.dt_bias, mixer.norm, mixer.out_proj)
     else:
         yield from (mixer.qkv, mixer.o_proj)
         yield from (vector for vector in (mixer.q_norm, mixer.k_norm, mixer.bias) if vector is not None)
+
+
+def _nbytes(weights: Iterable[Weight]) -> int:
+    return sum(block.nbytes for weight in weights for block in _blocks(weight))
 
 
 def build(config: ModelConfig, weights: dict[str, Weight], ops: Ops, dtype: torch.dtype,
