@@ -54,6 +54,8 @@ UNIT_EPS = 1e-6
 """Added to the squared length of queries and keys of the delta rule, as the checkpoints were trained."""
 HEALTHY_SPREAD = 1e-6
 """Logits that differ by less are a constant: no model says that."""
+_WHOLE = 64
+"""Rows and numbers of which none is left over when libraries take several at a time."""
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -67,15 +69,24 @@ def each_token(function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
     return torch.stack([function(*token) for token in zip(*columns, strict=True)]) if len(columns[0]) else columns[0]
 
 
+def pointwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The function of every number of x, with the same bits in a tensor of any shape: the last numbers of a tensor are
+    not computed in vectors, and round differently."""
+    flat = x.reshape(-1)
+    return function(functional.pad(flat, (0, -len(flat) % _WHOLE)))[:len(flat)].reshape(x.shape)
+
+
 def project(x: Tensor, weight: Weight) -> Tensor:
     """x [T, in], weight [out, in] -> [T, out] in the wide dtype."""
     if isinstance(weight, tuple):
         return torch.cat([project(x, block) for block in weight], dim=-1)
     plain = unpacked(weight)
-    matrix, result = plain.to(wide(x)), x.new_empty(len(x), len(weight), dtype=wide(x))
+    # More rows: the library adds in another order in rows that are left over.
+    matrix = functional.pad(plain.to(wide(x)), (0, 0, 0, -len(plain) % _WHOLE))
+    result = x.new_empty(len(x), len(weight), dtype=wide(x))
     for token, vector in enumerate(x.to(wide(x))):
         # A copy has the same alignment for every token, on which the library's order of additions depends.
-        result[token] = matrix @ vector.clone()
+        result[token] = (matrix @ vector.clone())[:len(plain)]
     return result
 
 
@@ -131,7 +142,7 @@ def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
 
 def _gated(x: Tensor, weights: MlpWeights) -> Tensor:
     gate, up = linear(x, weights.gate_up).to(wide(x)).chunk(2, dim=-1)
-    return (each_token(functional.silu, gate) * up).to(x.dtype)
+    return (each_token(silu, gate) * up).to(x.dtype)
 
 
 def moe(x: Tensor, weights: MoeWeights) -> Tensor:
@@ -154,7 +165,7 @@ def moe(x: Tensor, weights: MoeWeights) -> Tensor:
         if weights.shared is not None:
             products = slice_products(project, _gated(own, weights.shared), weights.shared.down, weights.shards)
             for part, product in zip(parts, products, strict=True):
-                part += torch.sigmoid(logits[token, count]) * product[0]
+                part += sigmoid(logits[token, count]) * product[0]
         result[token] = tree_sum(parts)
     return result
 
@@ -187,7 +198,7 @@ def short_conv(ring: Tensor, chunk: Tensor, done: int, weight: Tensor) -> Tensor
             if position >= 0:
                 source = chunk[position - done] if position >= done else ring[position % len(ring)]
                 total = total + taps[:, tap] * source.to(wide(chunk))
-        result[token] = functional.silu(total).to(chunk.dtype)
+        result[token] = silu(total).to(chunk.dtype)
     return result
 
 
@@ -357,18 +368,24 @@ def _split_heads(mixed: Tensor, spec: GdnSpec) -> tuple[Tensor, Tensor, Tensor]:
 
 def decay_gate(a: Tensor, decay: Tensor, dt_bias: Tensor) -> Tensor:
     """a, decay, dt_bias [Hv] -> exp(decay * softplus(a + dt_bias)) in a's wide dtype; decay is -exp(A_log)."""
-    return torch.exp(decay.to(wide(a)) * functional.softplus(a.to(wide(a)) + dt_bias.to(wide(a))))
+    steps = pointwise(functional.softplus, a.to(wide(a)) + dt_bias.to(wide(a)))
+    return pointwise(torch.exp, decay.to(wide(a)) * steps)
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """Of any shape; in the wide dtype."""
-    return torch.sigmoid(x.to(wide(x)))
+    return pointwise(torch.sigmoid, x.to(wide(x)))
+
+
+def silu(x: Tensor) -> Tensor:
+    """Of any shape; in the wide dtype."""
+    return pointwise(functional.silu, x.to(wide(x)))
 
 
 def gated_norm(x: Tensor, gate: Tensor, scale: Tensor, eps: float) -> Tensor:
     """x, gate [..., D], scale [D] -> rms_norm(x) * silu(gate), rounded once to x's dtype."""
     normalised = rms_norm(x.to(wide(x)), scale, eps)
-    return (normalised * functional.silu(gate.to(wide(x)))).to(x.dtype)
+    return (normalised * silu(gate)).to(x.dtype)
 
 
 def load_state(state: StateView, slot: int, ring: int, base: int, done: int) -> tuple[Tensor, Tensor]:
@@ -610,7 +627,9 @@ def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Bat
         keys, values = (_read_context(pool, batch.pages[index], row.done + row.chunk)
                         for pool in (kv.keys, kv.values))
         for end, token in enumerate(range(row.tokens.start, row.tokens.stop), row.done + 1):
-            output[token] = attention(query[token], keys[:end], values[:end])
+            # K/V heads one by one: the sums of one do not depend on the number of others
+            output[token] = torch.cat([attention(part, keys[:end, head:head + 1], values[:end, head:head + 1])
+                                       for head, part in enumerate(query[token].chunk(weights.spec.kv_heads))])
     if gate is not None:
         output = (output.to(wide(x)) * each_token(sigmoid, gate)).to(x.dtype)
     return row_parallel(output.flatten(1), weights.o_proj, weights.shards)
