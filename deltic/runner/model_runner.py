@@ -29,7 +29,7 @@ from deltic.model.decoder import Decoder, Observer
 from deltic.model.mtp_head import MtpHead as MtpHead
 from deltic.ops import Ops, explain, select
 from deltic.ops.capabilities import Capabilities, can_defer_state_writes, device_capabilities
-from deltic.ops.cpu import use_torch_threads
+from deltic.ops.cpu import has_wide_activations, use_torch_threads
 from deltic.ops.cuda.driver import make_current
 from deltic.ops.memory import is_shortage
 from deltic.ops.types import Batch, CacheViews, PreparesPrompts, Sampled, Sampling
@@ -174,10 +174,8 @@ class ModelRunner:
         pools, ops = self.pools, self.decoder.ops
         self.shard_views = tuple(CacheViews(shard.kv_views(), shard.state_views()) for shard in pools.shards)
         self.step = ops.step(ops, self.decoder.weights, self.views)
-        if self.decoder.others:
-            if self.step is not None and not self.options.on_gpu:  # as a whole native step computes
-                self.decoder = replace(self.decoder, dtype=torch.float32)
-            self.step = None
+        if self.decoder.others and has_wide_activations(ops, self.decoder.weights, self.views):
+            self.decoder = replace(self.decoder, dtype=torch.float32)
         hidden = pools.shards[0].hidden
         self.mtp_runner = (MtpRunner(self.mtp, self.shard_views, hidden)
                      if self.mtp is not None and hidden is not None else None)
