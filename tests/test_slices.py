@@ -12,7 +12,8 @@ from op_cases import same_bits
 from torch import Tensor
 
 from deltic.ops import reference
-from deltic.ops import torch as torch_ops
+from deltic.ops.torch import OPS as TORCH
+from deltic.ops.torch.basic import row_parallel
 from deltic.ops.slices import (
     SLICES,
     column_slices,
@@ -34,7 +35,7 @@ from deltic.ops.types import (
     StateView,
 )
 
-BACKENDS = {"reference": reference.OPS, "torch": torch_ops.OPS}
+BACKENDS = {"reference": reference.OPS, "torch": TORCH}
 SHARDS = (2, 4, 8)
 
 
@@ -106,7 +107,7 @@ def test_a_product_has_the_same_bits_with_every_number_of_shards(
 ) -> None:
     torch.manual_seed(1)
     x, weight = torch.randn(5, columns).to(dtype), torch.randn(48, columns).to(dtype)
-    multiply = {"reference": reference.row_parallel, "torch": torch_ops.basic.row_parallel}[backend]
+    multiply = {"reference": reference.row_parallel, "torch": row_parallel}[backend]
     whole = multiply(x, weight, 1, runs)
     assert whole.dtype == dtype
     for shards in SHARDS:
