@@ -5,6 +5,7 @@ With the compiled kernels and the reference ops bit by bit, with torch ops up to
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,6 +31,7 @@ from support import (
     qwen2_shape,
     session_over,
     small_runtime,
+    split_shape,
     take,
     tiny_texts,
     transformers_vision_model,
@@ -39,6 +41,7 @@ from torch import Tensor
 from vision_models import picture
 
 from deltic import LLM, SamplingParams
+from deltic.cli import main
 from deltic.config import EngineConfig, ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
 from deltic.config.vision import ImageConfig
 from deltic.embeddings.encoder import Encoder
@@ -63,13 +66,6 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the devices are virtual
 needs_kernels = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 BACKENDS = [pytest.param((), id="kernels", marks=needs_kernels), pytest.param(("torch",), id="torch")]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "memory": "16MiB", "max_batch": 4, "threads": 1, "device": "cpu"}
-
-
-def split_shape(**changes: Any) -> ModelConfig:
-    """The odd shape with heads that divide over 8 devices, which then share K/V heads, and slices of several sizes."""
-    even: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 208, "num_attention_heads": 8, "head_dim": 16,
-                            "num_key_value_heads": 2, "linear": LinearConfig(8, 16, 16, 16, 4)}
-    return odd_shape(**{**even, **changes})
 
 
 def wide_shape(**changes: Any) -> ModelConfig:
@@ -213,6 +209,12 @@ def test_a_draft_head_is_split(kind: str, ops: tuple[str, ...]) -> None:
     torch.testing.assert_close(drafts[1][1], drafts[0][1], rtol=0, atol=TAU)
 
 
+@needs_kernels
+@pytest.mark.parametrize("tp", [2, 4])
+def test_drafts_of_n_grams_change_no_answer(tp: int) -> None:
+    same(on_one_device("hybrid"), story(runtime_of("hybrid", tp, speculate="ngram:3")))
+
+
 def test_pictures_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rope = {**HF_SHAPE["rope_parameters"], "partial_rotary_factor": 6 / 16}
     for key, value in (("head_dim", 16), ("linear_value_head_dim", 16), ("rope_parameters", rope)):
@@ -302,6 +304,24 @@ def test_python_api_takes_tp() -> None:
                                   response_format={"type": "json_schema",
                                                    "json_schema": {"name": "a", "schema": schema}}).text)
     assert texts[0] == texts[1] and "on" in texts[0]
+
+
+def test_inspect_shows_the_parts_of_each_device(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for tp in ("1", "2", "4"):
+        assert main(["inspect", "--random", "35b-a3b", "--layers", "4", "--memory", "1GiB", "--json", "--tp", tp]) == 0
+        found[tp] = json.loads(capsys.readouterr().out)
+    assert "devices" not in found["1"]
+    assert found["2"]["devices"].keys() == {"embedding_of_all_mib", "device 0", "device 1"}
+    two, four = found["2"]["devices"]["device 0"], found["4"]["devices"]["device 3"]
+    for part in ("attention", "gated_deltanet", "feed_forward", "head"):
+        # norms, routers and replicated K/V heads are on every device
+        assert two[f"{part}_mib"] / 2 - 0.1 <= four[f"{part}_mib"] < 0.6 * two[f"{part}_mib"]
+    parts = sum(size for name, size in two.items() if name != "cache_mib")
+    whole = found["1"]["weights"]["mib"] - found["2"]["devices"]["embedding_of_all_mib"]
+    assert whole < 2 * parts < 1.01 * whole
+    assert found["2"]["memory"]["page_bytes"] == found["1"]["memory"]["page_bytes"]
+    assert found["4"]["memory"]["page_bytes"] == 2 * found["1"]["memory"]["page_bytes"], "it has two K/V heads"
 
 
 # Bad input
