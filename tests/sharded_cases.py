@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,13 @@ def check_prefix(cache: HybridCache, config: ModelConfig, whole: dict[str, Tenso
     for index, page in enumerate(sequence.pages):
         check_page(pools, config, page, whole, slice(index * PAGE, min((index + 1) * PAGE, sequence.done)))
     check_slot(pools, config, sequence.slot, whole, sequence.done - 1)
+
+
+def resumed(reader: HybridCache) -> SequenceCache:
+    """A sequence on the loaded prefix TOKENS, in pages that are not neighbours."""
+    load = reader.start_load([*TOKENS, 7])
+    assert load.poll() and load.loaded
+    sequence = reader.admit([*TOKENS, 7], load=load)
+    assert sequence and sequence.done == len(TOKENS)
+    assert any(after != page + 1 for page, after in pairwise(sequence.pages)), "the pages lie side by side"
+    return sequence

@@ -3,8 +3,6 @@ devices."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from sharded_cases import (
@@ -19,6 +17,7 @@ from sharded_cases import (
     heads_of,
     pools_of,
     read_prefix,
+    resumed,
     shape,
     write_page,
     write_prefix,
@@ -95,11 +94,7 @@ def test_each_device_waits_for_its_own_copies(kind: Kind, spans: int, count: int
         assert gap and reader.reserve(gap, len(gap.pages) * PAGE + 1)
     assert gaps[0]
     reader.release(gaps[0])
-    load = reader.start_load([*TOKENS, 7])
-    assert load.poll() and load.loaded
-    sequence = reader.admit([*TOKENS, 7], load=load)
-    assert sequence and sequence.done == 75
-    assert any(after != page + 1 for page, after in pairwise(sequence.pages)), "the pages lie side by side"
+    sequence = resumed(reader)
     fork = reader.fork(sequence)
     assert fork and fork.pages[-1] != sequence.pages[-1]
     reader.operations.flush()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from sharded_cases import (
     each_kind,
     pools_of,
     read_prefix,
+    resumed,
     shape,
     store_of,
     write_page,
@@ -90,18 +90,14 @@ def test_only_what_is_missing_is_written(kind: Kind, spans: int, count: int, mon
     assert gaps[0] and gaps[2]
     reader.release(gaps[0])
     reader.release(gaps[2])
-    load = reader.start_load([*TOKENS, 7])
-    assert load.poll() and load.loaded
-    sequence = reader.admit([*TOKENS, 7], load=load)
-    assert sequence and sequence.done == 75
-    assert any(after != page + 1 for page, after in pairwise(sequence.pages)), "the pages lie side by side"
+    sequence = resumed(reader)
     reader.operations.flush()
     check_prefix(reader, config, {name: torch.cat((as_bytes(other[name])[:, :32], as_bytes(tensor)[:, 32:]), 1).view(
         tensor.dtype) if name in ("keys", "values") else tensor for name, tensor in whole.items()}, sequence)
 
 
 def halves(name: str) -> Callable[[dict[str, Tensor]], None]:
-    """What a shard of two has."""
+    """Keeps the part of one of two shards."""
     def change(tensors: dict[str, Tensor]) -> None:
         place = {"keys": 2, "values": 2, "recurrent": 1, "conv": 2}[name]
         tensors[name] = tensors[name].chunk(2, place)[0].contiguous()

@@ -45,7 +45,7 @@ class FrameLayout:
         return self.size + self.side
 
     def of_shards(self, count: int) -> FrameLayout:
-        """Returns the layout of so many shards together, whose units have the same numbers."""
+        """Returns the layout of so many shards together. Their units have the same numbers."""
         return replace(self, size=count * self.size, page_step=count * self.page_step, side=count * self.side)
 
     def first_page(self, frame: int) -> int:

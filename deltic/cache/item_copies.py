@@ -38,8 +38,8 @@ _SPANS = 32
 class TensorPart:
     """The part of an item's tensor that one shard has.
 
-    shape: sizes of the tensor's last dimensions, the first of which is split. They are taken as one dimension.
-    ranges: start and end of what the shard has of that dimension, in the order in which the shard has it.
+    shape: sizes of the tensor's last dimensions. The first of them is split; `ranges` count them as one dimension.
+    ranges: start and end of each range of the shard, in the shard's order.
     """
 
     shape: tuple[int, ...]

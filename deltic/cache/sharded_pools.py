@@ -122,8 +122,8 @@ def allocate_shards(config: ModelConfig, pages: int, slots: int, dtype: torch.dt
 
 
 def item_parts(config: ModelConfig, shards: int, index: int, kv: torch.dtype, tiled: bool) -> dict[str, TensorPart]:
-    """Returns what a shard has of the tensors of items; it has all of the others. kv: dtype of K/V. tiled: as in
-    `GdnSpec`."""
+    """Returns the parts of items' tensors on a shard. Tensors without an entry are whole. kv: dtype of K/V. tiled: as
+    in `GdnSpec`."""
     own, heads, dim = shard_config(config, shards), config.num_key_value_heads, config.head_dim
     first = index * heads // shards
     parts = {name: TensorPart((heads, width(dim, bits, kv)),

@@ -105,7 +105,7 @@ def _without_memory(config: ModelConfig, engine: EngineConfig) -> Decoder:
 
 
 def _device_facts(decoder: Decoder, facts: Facts) -> Facts:
-    """What each device has: of the weights by part, and of the cache."""
+    """Returns the bytes of weights, by part, and of the cache on each device."""
     embedding, memory = decoder.weights.embedding.nbytes, facts["memory"]
     found: Facts = {"embedding_of_all_mib": _mib(embedding)}
     for number, parts in enumerate(decoder.part_bytes()):

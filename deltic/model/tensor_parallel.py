@@ -1,4 +1,4 @@
-"""Tensor parallel: what each of N devices has of a model.
+"""Tensor parallel: the part of a model on each of N devices.
 
 Attention is split by query heads, with their K/V heads (a K/V head is on several devices if there are fewer of them);
 Gated DeltaNet by key heads, with their value heads; a feed-forward by its inner columns, at slice ends
@@ -24,7 +24,7 @@ from deltic.ops.slices import PLAIN_UNIT, slice_ends, slice_unit
 from deltic.ops.types import Block, Weight
 
 DEGREES: Final = (1, 2, 4, 8)
-"""Numbers of devices, whose slices are subtrees of the sums."""
+"""Supported numbers of devices. The slices of a device are a subtree of the sum."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ UNIT_EPS = 1e-6
 HEALTHY_SPREAD = 1e-6
 """Logits that differ by less are a constant: no model says that."""
 _WHOLE = 64
-"""Rows and numbers of which none is left over when libraries take several at a time."""
+"""Libraries process rows and numbers in groups. A multiple of this size fills all groups."""
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -83,7 +83,7 @@ def project(x: Tensor, weight: Weight) -> Tensor:
     if isinstance(weight, tuple):
         return torch.cat([project(x, block) for block in weight], dim=-1)
     plain = unpacked(weight)
-    # More rows: the library adds in another order in rows that are left over.
+    # Full groups of rows: the library adds in another order in a partial group.
     matrix = functional.pad(plain.to(wide(x)), (0, 0, 0, -len(plain) % _WHOLE))
     result = x.new_empty(len(x), len(weight), dtype=wide(x))
     for token, vector in enumerate(x.to(wide(x))):

@@ -1,8 +1,8 @@
 """The fixed order in which products over split columns are summed, so that their bits do not depend on the number of
 devices.
 
-A weight whose columns are spread over devices (an output projection, `down` of a feed-forward) is always multiplied in
-SLICES slices of its columns, on one device too. A slice is summed in float32 from its first column to its last one.
+Output projections and `down` of feed-forwards have their columns split over devices. Such a weight is always multiplied
+in SLICES slices of its columns, on one device too. A slice is summed in float32 from its first column to its last one.
 Slices are added in pairs, then these sums in pairs, and so on. A device of N has SLICES / N neighbouring slices, so
 that its sum is one subtree.
 """
@@ -22,7 +22,9 @@ from deltic.ops.types import Block, Weight
 SLICES: Final = 8
 """Slices of a layer's columns; also the largest number of devices."""
 PLAIN_UNIT: Final = 16
-"""Columns that a slice of plain numbers is a multiple of."""
+"""A slice of plain numbers is a multiple of so many columns."""
+
+
 def slice_ends(columns: int, unit: int, count: int = SLICES) -> list[int]:
     """Returns the ends of `count` slices, a power of two. They are multiples of `unit` columns, and equal if they can
     be; otherwise the first half of what is split is the longer one. A slice may be empty."""
@@ -38,10 +40,10 @@ def column_slices(columns: int, unit: int, runs: int = 1, shards: int = 1) -> li
     """Returns the columns of each of SLICES / shards slices, in the order in which they are summed.
 
     columns: of one of the shards.
-    runs: equal runs of columns, each of which is sliced by itself, so that a slice has a range of each. A Gated
-    DeltaNet layer whose value heads are `tiled` has one run for each value head of a key head: then the value heads of
-    a slice belong to neighbouring key heads. If such a run is no multiple of the unit, slices would end within units:
-    the first slice has all columns.
+    runs: number of equal runs of columns. Each run is sliced separately, and a slice has one range in each run. A Gated
+    DeltaNet layer with `tiled` value heads has one run for each value head of a key head, so that the value heads of a
+    slice belong to neighbouring key heads. If a run is no multiple of the unit, slices would end within units; then the
+    first slice has all columns.
     """
     width = columns // runs
     if runs > 1 and width % unit:

@@ -166,7 +166,7 @@ def _placed(chosen: Sequence[int], layers: Sequence[int]) -> LayerPlan:
 def _note(config: ModelConfig, plan: LayerPlan, memory: MemoryPlan, instead: Sequence[str]) -> str:
     each = plan.nbytes / len(plan.layers) / (1 << 20)
     return (f"the feed-forwards of {len(plan.layers)} of {config.num_hidden_layers} layers lie in host memory, "
-            f"{plan.nbytes / (1 << 30):.2f} GiB (layers {_ranges(plan.layers)}): the GPU has no room for them beside "
+            f"{plan.nbytes / (1 << 30):.2f} GiB (layers {_ranges(plan.layers)}): the GPU has no room for them and for "
             f"contexts of up to {memory.max_context:,} tokens. Each costs a step of few tokens the time to read "
             f"{each:.0f} MiB of host memory" + (f"; instead: {', '.join(instead)}" if instead else ""))
 

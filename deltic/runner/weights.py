@@ -110,8 +110,8 @@ class WeightReader:
         return 2 * sum(map(prod, expected_tower(files.vision.tower).values()))
 
     def head_copies(self, head: Mapping[str, Weight] | None) -> int:
-        """Returns the bytes that a draft head takes on a GPU besides its weights, about: a copy of the rows of the
-        logits that it drafts, and its joined projections."""
+        """Estimates the bytes of a draft head on a GPU besides its weights: copied rows of the matrix of the logits
+        and joined projections."""
         if head is None:
             return 0
         sizes, base, size = self.sizes(), self.options.draft_vocab, self.source.config.vocab_size

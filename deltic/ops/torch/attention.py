@@ -149,7 +149,7 @@ def _single_tokens(query: Tensor, kv: KvView, pages: Tensor, context: int, mask:
     keys, values = keys.to(_accumulator(query)), values.to(_accumulator(query))
     grouped = query.to(keys.dtype).view(query.shape[0], keys.shape[1], -1, query.shape[-1])
     groups = grouped.shape[2]
-    # of whole eights of heads: the order of additions depends on the number of rows that are left over
+    # full groups of eight heads: the library adds in another order in a partial group
     grouped = F.pad(grouped * query.shape[-1]**-0.5, (0, 0, 0, -groups % 8))
     scores = matmul(grouped, keys.transpose(-1, -2))
     if mask is not None:
