@@ -189,16 +189,16 @@ def test_quantizing_holds_one_tensor_at_a_time(tmp_path: Path, spelling: str) ->
     alive: list[weakref.ref[Tensor]] = []
     most = 0
 
-    def watched() -> Iterator[tuple[str, Tensor]]:
+    def watched() -> Iterator[Any]:
         nonlocal most
-        source = files.tensors("bfloat16", "cpu", None)
+        source = files.parts("bfloat16", one_device("cpu"))
         while (item := next(source, None)) is not None:
-            alive.append(weakref.ref(item[1]))
+            alive.append(weakref.ref(item[2]))
             most = max(most, sum(tensor.nbytes for ref in alive if (tensor := ref()) is not None))
-            yield item[0], item[1]
+            yield item
             del item
 
-    found = quantize_tensors(watched(), "q8_0", BLOCKY)
+    found, = quantize_parts(watched(), "q8_0", BLOCKY, [host_form()])
     assert set(found) == set(weights)
     plain = sum(tensor.nbytes for tensor in found.values() if isinstance(tensor, Tensor))
     largest = max(tensor.nbytes for tensor in weights.values())
