@@ -32,9 +32,10 @@ from deltic.loader.gguf.load import load_packed
 from deltic.loader.model_files import ModelFiles, open_model
 from deltic.loader.mtp_head import directory_checkpoint, extract_head
 from deltic.loader.names import expected_tensors
-from deltic.loader.quantize import quantize_tensors
+from deltic.loader.quantize import quantize_parts, quantize_tensors
 from deltic.ops.cpu import missing
-from deltic.ops.quantized import QTensor
+from deltic.ops.parts import one_device
+from deltic.ops.quantized import QTensor, host_form
 from deltic.ops.types import MoeWeights
 
 STACK = ".mlp.experts."
