@@ -34,13 +34,15 @@ from torch import Tensor
 
 from deltic.cache.item_copies import read_state
 from deltic.cache.manager import HybridCache
-from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, MovePages, Operation, PoolSizes
-from deltic.cache.sharded_pools import ShardedPools, item_parts
+from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, MovePages, Operation, PoolSizes, StoreItem
+from deltic.cache.sharded_pools import ShardedPools, allocate_shards, item_parts
 from deltic.cache.tensors import CachePools, PoolOptions, delta_log_bytes, frame_layout, page_bytes, slot_bytes
-from deltic.config import LinearConfig, ModelConfig, shard_config
+from deltic.config import EngineConfig, LinearConfig, ModelConfig, shard_config
 from deltic.errors import ConfigError
+from deltic.ops import backends
 from deltic.ops.kv import FP8, INT4, as_bytes
 from deltic.params import PAGE
+from deltic.runner.memory import plan_memory
 
 
 def test_heads_that_cannot_be_split_are_refused() -> None:
@@ -148,10 +150,14 @@ def test_a_sick_number_on_any_shard_is_seen(name: str) -> None:
     pools = pools_of(config, 2, kind)
     whole = content(config, kind, PAGE)
     for shard in pools.shards:
+        assert (shard.hidden is None) == (shard is not pools.shards[0])
         write_page(pools, config, 1, whole, slice(0, PAGE))
         write_slot(pools, config, 1, whole, 0)
         assert pools.sound((1,), (1,), PAGE)
-        tensor = {**shard.named_pages, **shard.named_slots}[name]
+        tensor = {**shard.named_pages, **shard.named_slots}.get(name)
+        if tensor is None:
+            assert name == "hidden" and shard is not pools.shards[0]
+            continue
         tensor[0, 1].view(-1)[-1] = float("nan")
         assert not pools.sound((1,), (1,), PAGE)
         assert name not in ("keys", "values") or pools.sound((1,), (1,), PAGE - 1)
@@ -179,9 +185,9 @@ def test_sizes_are_of_all_shards(count: int, kind: Kind) -> None:
     single, pools = pools_of(config, 1, kind), pools_of(config, count, kind)
     assert pools.last_page == single.last_page == 5 and pools.device == torch.device("cpu")
     own, hidden = shard_config(config, count), 4 * config.hidden_size * extras.head
-    assert pools.sizes == replace(single.sizes, slot_bytes=single.sizes.slot_bytes + (count - 1) * hidden)
+    assert pools.sizes == single.sizes
     assert count * page_bytes(own, extras.kv or dtype, extras.head) == PAGE * pools.sizes.token_bytes
-    assert count * slot_bytes(own, dtype, extras.head, extras.state) == pools.sizes.slot_bytes
+    assert count * slot_bytes(own, dtype, extras.head, extras.state) == pools.sizes.slot_bytes + (count - 1) * hidden
     assert count * delta_log_bytes(own, dtype) == delta_log_bytes(config, dtype)
 
 
@@ -234,6 +240,51 @@ def test_pools_in_frames_change_roles(count: int) -> None:
     check_page(pools, config, far + 1, whole, slice(PAGE, 2 * PAGE))
     for slot in (0, layout.slot_step):
         check_slot(pools, config, slot, whole, 1)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_plan_for_one_device_is_a_plan_for_all(count: int, kv_heads: int) -> None:
+    """The memory of a device, planned for its part of the model, holds what the plan promises, on every device."""
+    config = odd_shape(num_attention_heads=4, num_key_value_heads=kv_heads, head_dim=16,
+                       linear=LinearConfig(4, 4, 64, 64, 4))
+    options = EngineConfig(memory="3MiB", dtype="float32", max_batch=8, max_context=300)
+    memory, extras = plan_memory(shard_config(config, count), options, F32, False, True)
+    assert memory.layout and memory.delta_logs and not memory.warnings
+    pools = allocate_shards(config, memory.pages, memory.slots, F32, [backends()["torch"]] * count, ["cpu"] * count,
+                            extras)
+    assert isinstance(pools, ShardedPools)
+    logs = memory.delta_logs * delta_log_bytes(shard_config(config, count), F32)
+    assert 2 << 20 < pools.sizes.bytes // count + logs <= 3 << 20
+    assert (pools.sizes.pages, pools.sizes.slots, pools.sizes.delta_logs) == (memory.pages, memory.slots,
+                                                                              memory.delta_logs)
+    cache = HybridCache(pools)
+    sequences = [cache.admit([1], 1) for _ in range(memory.max_batch)]
+    for sequence in sequences:
+        assert sequence and cache.reserve(sequence, 1) == 1
+        cache.release(sequence)
+    whole = cache.admit([1], memory.max_context)
+    assert whole and memory.max_context == 300 and cache.reserve(whole, 300) == 300
+    cache.check()
+
+
+def test_a_device_that_fails_poisons_the_whole_cache() -> None:
+    """No device goes on with memory that another one does not have."""
+    def fail(*_: Any) -> None:
+        raise RuntimeError("an illegal address")
+
+    config, kind = shape(), KINDS["float32"]
+    pools = pools_of(config, 2, kind)
+    shards = pools.shards
+    broken = replace(shards[1], ops=replace(shards[1].ops, copy_slots=fail))
+    assert isinstance(pools, ShardedPools)
+    cache = HybridCache(replace(pools, shards=(shards[0], broken)))
+    item = cache.pools.hold("a prefix")
+    cache.operations.append(CopySlot(0, 1))
+    cache.operations.append(StoreItem(item, (), 0))
+    with pytest.raises(RuntimeError, match="illegal address"):
+        cache.operations.flush()
+    assert cache.operations.poisoned and not shards[0].held and not broken.held
 
 
 class SeenPools(ShardedPools):

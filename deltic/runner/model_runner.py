@@ -176,8 +176,9 @@ class ModelRunner:
         self.step = ops.step(ops, self.decoder.weights, self.views)
         if self.decoder.others and has_wide_activations(ops, self.decoder.weights, self.views):
             self.decoder = replace(self.decoder, dtype=torch.float32)
-        hidden = [shard.hidden for shard in pools.shards if shard.hidden is not None]
-        self.mtp_runner = MtpRunner(self.mtp, self.shard_views, hidden) if self.mtp is not None and hidden else None
+        hidden = pools.shards[0].hidden
+        self.mtp_runner = (MtpRunner(self.mtp, self.shard_views, hidden)
+                     if self.mtp is not None and hidden is not None else None)
         if self.mtp_runner:
             pools.backlogs[:] = [self.mtp_runner.catch_up]
         self.graphs = (CudaGraphs(lambda batch: self._follow(batch)[0])

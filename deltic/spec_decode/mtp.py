@@ -86,13 +86,12 @@ class MtpRunner:
     the hidden state of its last committed token.
     """
 
-    def __init__(self, mtp: MtpHead, views: tuple[CacheViews, ...], hidden: List[Tensor]) -> None:
-        """views: of each device. hidden [1, slots, H] float32: those of the state slots, the same on each device."""
-        self._mtp, self._views, self._slots = mtp, views, hidden[0][0]
-        self._copies = [copy[0] for copy in hidden]
-        self._last = self._slots[:0]
+    def __init__(self, mtp: MtpHead, views: tuple[CacheViews, ...], hidden: Tensor) -> None:
+        """views: of each device. hidden [1, slots, H] float32: those of the state slots."""
+        self._mtp, self._views, self._slots = mtp, views, hidden[0]
+        self._last = hidden[0, :0]
         self._backlog: _Backlog | None = None
-        self._step = mtp.ops.mtp_step(mtp.ops, mtp, views[0], self._slots) if len(views) == 1 else None
+        self._step = mtp.ops.mtp_step(mtp.ops, mtp, views[0], hidden[0]) if len(views) == 1 else None
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
         """Processes a step. hidden [T, H] float32: those of all its tokens after the model's final norm. `settle` sets
@@ -110,15 +109,11 @@ class MtpRunner:
         self._mtp.keep(batch.ids, before, batch, *self._views)
         if batch.layout.checkpoints:
             rows = batch.emit_row
-            self._put(batch.emit_slot, hidden[batch.starts[rows] + batch.emit_length - batch.done[rows] - 1])
+            self._slots[batch.emit_slot] = hidden[batch.starts[rows] + batch.emit_length - batch.done[rows] - 1]
         targets = batch.target
         if batch.layout.appends:
             targets, ends = targets[~batch.append], ends[~batch.append]
-        self._put(targets, hidden[ends])
-
-    def _put(self, slots: Tensor | int, hidden: Tensor) -> None:
-        for copy in self._copies:
-            copy[slots] = hidden
+        self._slots[targets] = hidden[ends]
 
     def see(self, tokens: Iterable[int]) -> None:
         """Adds tokens to the vocabulary of a head with a shortened one."""
@@ -144,7 +139,7 @@ class MtpRunner:
     def settle(self, slot: int, token: int, hidden: Tensor | None = None) -> None:
         """Sets the last committed token of a slot: an index in the last step's batch, or in that of `hidden`."""
         self.catch_up()
-        self._put(slot, (self._last if hidden is None else hidden)[token])
+        self._slots[slot] = (self._last if hidden is None else hidden)[token]
 
     @property
     def serving(self) -> tuple[MtpHead, MtpStep | None]:
