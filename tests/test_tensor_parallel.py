@@ -192,12 +192,12 @@ def test_a_gguf_file_is_split(file_type: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ops", BACKENDS)
-@pytest.mark.parametrize("kind", ["hybrid", "experts"])
-def test_a_draft_head_is_split(kind: str, ops: tuple[str, ...]) -> None:
-    """Drafts are those of one device, and change no answer."""
-    options: dict[str, Any] = {"speculate": "mtp:3", "ops": ops}
+@pytest.mark.parametrize(("kind", "tokens_drafted"), [("hybrid", 0), ("hybrid", 256), ("experts", 0)])
+def test_a_draft_head_is_split(kind: str, tokens_drafted: int, ops: tuple[str, ...]) -> None:
+    """Drafts are those of one device, and change no answer. A shortened head has rows of all devices."""
+    options: dict[str, Any] = {"speculate": "mtp:3", "ops": ops, "draft_vocab": tokens_drafted}
     one, two = runtime_of(kind, 1, **options), runtime_of(kind, 2, **options)
-    assert two.mtp and len(two.mtp.shards) == 2
+    assert two.mtp and len(two.mtp.shards) == 2 and (two.mtp.vocabulary is not None) == (tokens_drafted > 0)
     same(story(one), story(two), exact=not ops)
     tokens = numbers(2, 40, 509)
     drafts = []
