@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from deltic.config import EngineConfig, ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.loading import RandomModel, load
+from deltic.errors import ModelError
 from deltic.loader.dummy import random_head, random_weights
 from deltic.loader.files import StoredTensor
 from deltic.loader.gguf import load as gguf_load
@@ -345,6 +347,22 @@ def test_a_device_reads_its_blocks_of_a_gguf_file(tmp_path: Path, monkeypatch: p
         assert CountedBytes.taken > total / 20, "columns were read otherwise"
         layers.append(sum(read) + CountedBytes.taken)
         assert 0.2 * total <= layers[-1] <= 0.3 * total
+
+
+def test_a_gguf_file_that_became_shorter(tmp_path: Path) -> None:
+    files = opened(tmp_path, replace(TILED, vocab_size=3072)).files
+    assert files
+    convert(files, tiny_texts(), "model", tmp_path / "m.gguf", "Q8_0")
+    gguf = open_model(tmp_path / "m.gguf").gguf
+    assert gguf
+    stored = gguf.tensors["blk.0.ffn_down.weight"]
+    assert np.array_equal(stored.mapped(34, 68), stored.read(34, 68))
+    os.truncate(stored.path, stored.offset + stored.nbytes - 1)
+    with pytest.raises(ModelError, match="ended while it was read"):
+        stored.mapped(0, stored.nbytes)
+    stored.path.unlink()
+    with pytest.raises(ModelError, match="cannot be read"):
+        stored.mapped(0, 34)
 
 
 LOADING = """
