@@ -555,9 +555,9 @@ Columns columns_of(const deltic_weight &weight, const deltic_matrix &matrix) {
 }
 
 // The columns of a slice in one of the runs. Where there are several, what comes next lies elsewhere.
-template <class Times> DELTIC_INLINE Range range_of(const Columns &columns, int64_t slice, int64_t run) {
+template <class Times> DELTIC_INLINE Range range_of(const Columns &columns, int64_t slice, int64_t run, int64_t ahead) {
     auto start = [&](int64_t of, int64_t in) { return in * columns.width + (of ? columns.ends[of - 1] : 0); };
-    int64_t begin = start(slice, run), end = run * columns.width + columns.ends[slice], ahead = fetch_ahead();
+    int64_t begin = start(slice, run), end = run * columns.width + columns.ends[slice];
     if (columns.runs > 1) {
         int64_t next = run + 1 < columns.runs ? start(slice, run + 1) : start(slice + 1, 0);
         if (slice + 1 < columns.slices || run + 1 < columns.runs)
@@ -585,22 +585,22 @@ template <int T> DELTIC_INLINE void store_rows(const Sums<T> &sums, float *y, in
 template <int T, class Times>
 void write(const uint8_t *panel, const int32_t *tile, const Columns &columns, float *y, int64_t stride, int64_t apart,
            int64_t rows) {
-    Sums<T> pending[kDepth], sums;  // pending: subtrees that wait for their neighbour, by their depth
+    const int64_t ahead = fetch_ahead();
+    Sums<T> pending[kDepth];  // subtrees that wait for their neighbour, by their depth
     for (int64_t slice = 0; slice < columns.slices; ++slice) {
         typename Times::Total total = {};
         for (int64_t run = 0; run < columns.runs; ++run)
-            Times::add(panel, tile, columns.all, range_of<Times>(columns, slice, run), total);
-        sums = total.sums();
-        if (apart) {
-            store_rows(sums, y + slice * apart, stride, rows);
-            continue;
-        }
+            Times::add(panel, tile, columns.all, range_of<Times>(columns, slice, run, ahead), total);
+        Sums<T> sums = total.sums();
         int depth = 0;
-        for (; slice >> depth & 1; ++depth)
+        for (; !apart && (slice >> depth & 1); ++depth)
+#pragma GCC unroll 12
             for (int t = 0; t < T; ++t) sums.of[t] = pending[depth].of[t] + sums.of[t];
-        pending[depth] = sums;
+        if (apart || slice + 1 == columns.slices)
+            store_rows(sums, y + slice * apart, stride, rows);
+        else
+            pending[depth] = sums;
     }
-    if (!apart) store_rows(sums, y, stride, rows);
 }
 
 struct KernelSet {

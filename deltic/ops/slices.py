@@ -63,19 +63,21 @@ def slice_products(multiply: Callable[[Tensor, Block], Tensor], x: Tensor, weigh
                    runs: int = 1) -> list[Tensor]:
     """Returns the products of x [T, in] with each slice of a weight [out, in] of one of the shards, [T, out] each.
 
-    multiply(x, weight): of contiguous memory, so that the library's order of additions cannot depend on the columns
-    that lie beside a slice. Blocks of different formats are sliced each in its own units.
+    multiply(x, weight): of the columns of one slice. Blocks of different formats are sliced each in its own units.
     """
     if isinstance(weight, tuple):
         blocks = [slice_products(multiply, x, block, shards, runs) for block in weight]
         return [torch.cat(parts, dim=-1) for parts in zip(*blocks, strict=True)]
     unit = slice_unit(weight.type, weight.columns) if isinstance(weight, QTensor) else PLAIN_UNIT
     plain = unpacked(weight)
-    return [multiply(_copied(x, ranges), _copied(plain, ranges))
+    return [multiply(_columns(x, ranges), _columns(plain, ranges))
             for ranges in column_slices(plain.shape[1], unit, runs, shards)]
 
 
-def _copied(matrix: Tensor, ranges: list[slice]) -> Tensor:
+def _columns(matrix: Tensor, ranges: list[slice]) -> Tensor:
+    """Returns a copy on a CPU, where the library's order of additions depends on alignment and strides."""
+    if len(ranges) == 1 and matrix.device.type != "cpu":
+        return matrix[:, ranges[0]]
     return torch.cat([matrix[:, columns] for columns in ranges], dim=-1)
 
 

@@ -158,9 +158,10 @@ def left_to_others(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict
     left = {op: torch_serves for op, weights in _linear_layers(decoder).items() if not all(map(packed, weights))}
     if not wide_states(views.states):
         left |= dict.fromkeys(("gdn_mixer", "flush_delta_log"), "torch (the states are not float32)")
-    if ops.step(ops, decoder, views) is None:
-        why = "the model is split" if _split(decoder) else "not all of them are the kernels'"
-        left["step"] = f"the ops one by one ({why})"
+    if _split(decoder):
+        left |= dict.fromkeys(("step", "mtp_step"), "the ops one by one (the model is split)")
+    elif ops.step(ops, decoder, views) is None:
+        left["step"] = "the ops one by one (not all of them are the kernels')"
     return left
 
 

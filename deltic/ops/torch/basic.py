@@ -46,9 +46,12 @@ def _in_pieces(x: Tensor, weight: Tensor) -> Tensor:
     """Returns x weightᵀ as several products of one size. A row of a larger one would depend on the number of rows,
     which shards split; so would the only product of a batch."""
     rows = len(weight)
-    padded = F.pad(weight, (0, 0, 0, max(2 * _PIECE - rows, -rows % _PIECE)))
-    pieces: Tensor = x @ padded.unflatten(0, (-1, _PIECE)).transpose(1, 2)
-    return pieces.transpose(0, 1).flatten(1)[:, :rows].contiguous()
+    whole = rows - rows % _PIECE
+    if whole < 2 * _PIECE:
+        return _in_pieces(x, F.pad(weight, (0, 0, 0, 2 * _PIECE - rows)))[:, :rows].contiguous()
+    pieces = x @ weight[:whole].unflatten(0, (-1, _PIECE)).transpose(1, 2)
+    product = pieces.transpose(0, 1).flatten(1)
+    return product if whole == rows else torch.cat((product, _in_pieces(x, weight[whole:])), 1)
 
 
 def matmul(one: Tensor, other: Tensor) -> Tensor:
