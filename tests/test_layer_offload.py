@@ -274,7 +274,7 @@ def test_layers_of_a_file(type: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", ["none", "q4_k"])
 def test_the_reader_keeps_layers_of_the_plan_in_host_memory(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random weights, as for a GPU whose place the CPU takes; the plan knows the bytes of all."""
-    monkeypatch.setattr(reader, "packed_form", lambda options: tiles_form("cpu"))
+    monkeypatch.setattr(reader, "packed_form", lambda options, device: tiles_form("cpu"))
     options = EngineConfig(device="cpu", quant=scheme, dtype="bfloat16", speculate="off")
     source = OpenedModel("random", TINY, GenerationDefaults(), random=RandomModel(shape=TINY))
     made = reader.WeightReader(source, options, select((), "cpu"), "bfloat16")

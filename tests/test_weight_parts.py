@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from torch import Tensor
 from deltic.config import EngineConfig, ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.loading import RandomModel, load
 from deltic.errors import ModelError
-from deltic.loader.dummy import random_head, random_weights
+from deltic.loader.dummy import random_head, random_tensors, random_weights
 from deltic.loader.files import StoredTensor
 from deltic.loader.gguf import load as gguf_load
 from deltic.loader.gguf.convert import convert
@@ -405,3 +407,96 @@ def test_reading_needs_memory_for_the_model_and_one_tensor(tmp_path: Path) -> No
     assert grown <= size + tensor + 12e6, (grown, size)
 
 
+# Devices
+
+
+def test_each_part_is_on_its_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineConfig, "devices", property(lambda options: ["cpu", "meta"]))
+    config = split_shape(num_mtp_layers=1)
+    tensors = {**random_weights(config, "bfloat16"), **random_head(config, "bfloat16")}
+    random = OpenedModel("m", config, GenerationDefaults(), random=RandomModel(shape=config, head=True))
+    options = EngineConfig(**{**OPTIONS, "tp": 2, "speculate": "mtp:2"})
+    for source in (opened(tmp_path, config, tensors), random):
+        reader = WeightReader(source, options, select((), "cpu"), "float32")
+        found, head = reader.read(LayerPlan())[0], reader.read_head()
+        assert head
+        for index, device in enumerate(options.devices):
+            kept = [weight for weight in (*found[index].values(), *head[index].values()) if isinstance(weight, Tensor)]
+            assert len(kept) > 10 and {weight.device.type for weight in kept} == {device}
+
+
+@pytest.mark.parametrize("device, first", [("cuda", 0), ("cuda:2", 2)])
+def test_gpus_follow_the_first_one(device: str, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineConfig, "_device_rules", lambda options: ())  # until they permit several GPUs
+    assert EngineConfig(device=device).devices == [device]
+    options = EngineConfig(device=device, tp=4, dtype="bfloat16", quant="q8_0")
+    config = QUANTIZED["hybrid"]
+    source = OpenedModel("m", config, GenerationDefaults(), random=RandomModel(shape=config))
+    reader = WeightReader(source, options, select((), "cpu"), "bfloat16")
+    wanted = [torch.device("cuda", first + shard) for shard in range(4)]
+    assert [form.device for form in reader._forms] == wanted == list(reader._split.devices)
+    assert EngineConfig(device="cpu", tp=4).devices == ["cpu"] * 4
+
+
+def freed(parts: Iterable[tuple[int, str, Tensor | Float8]]) -> int:
+    """Counts tensors, each of which must be freed, with no other one in its memory, before the next one is read."""
+    count = 0
+    for _, name, weight in parts:
+        tensor = weight.codes if isinstance(weight, Float8) else weight
+        halves = 2 if isinstance(weight, Float8) and ".experts." in name else 1
+        assert tensor.untyped_storage().nbytes() <= halves * tensor.nbytes, name
+        alive = weakref.ref(tensor)
+        del weight, tensor
+        assert alive() is None, name
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("config", [split_shape(), EXPERTS], ids=["dense", "experts"])
+def test_parts_can_be_freed_one_by_one(config: ModelConfig, tp: int, tmp_path: Path) -> None:
+    """The memory of plain numbers is free again when their packed form is there."""
+    split = WeightSplitter(config, tp).over(["meta"] * tp)
+    least = len(expected_tensors(config))
+    assert freed(split.cut(random_tensors(config, "bfloat16"))) >= least
+    whole = ((name, torch.empty(shape, device="meta")) for name, shape in expected_tensors(config).items())
+    if tp == 1:
+        assert freed(split.cut(whole)) == least
+    else:  # devices share norms here
+        assert all(part.untyped_storage().nbytes() == part.nbytes for _, _, part in split.cut(whole))
+    for form, tensors in (("plain", None), ("fused", fused(config))):
+        (tmp_path / form).mkdir()
+        files = opened(tmp_path / form, config, tensors).files
+        assert files and freed(files.parts("bfloat16", split)) >= least
+    stored = dict[str, Tensor]()
+    for name, tensor in random_weights(config, "bfloat16").items():
+        if tensor.dim() > 1 and ".mlp." in name:
+            stored[name], stored[f"{name}_scale_inv"], _ = in_blocks(tensor, torch.float32)
+        else:
+            stored[name] = tensor
+    (tmp_path / "float8").mkdir()
+    files = opened(tmp_path / "float8", config, stored).files
+    assert files and freed(files.parts("bfloat16", split, float8=True)) >= least
+    files = opened(tmp_path, replace(config, vocab_size=3072)).files
+    assert files
+    convert(files, tiny_texts(), "model", tmp_path / "m.gguf", "BF16")
+    assert freed(open_model(tmp_path / "m.gguf").parts("bfloat16", split)) >= least
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_memory_goes_back_to_a_gpu_after_each_packed_matrix(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When no plain numbers are left, so that the next packed matrix cannot be placed in a part of their memory."""
+    config, alive, free = QUANTIZED["hybrid"], list[weakref.ref[Tensor]](), list[bool]()
+
+    def seen(part: tuple[int, str, Tensor]) -> tuple[int, str, Tensor]:
+        alive.append(weakref.ref(part[2]))
+        return part
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(alive[-1]() is None))
+    tensors = random_weights(config, "bfloat16")
+    split = WeightSplitter(config, tp).over(["cpu"] * tp)
+    form = replace(tiles_form("cpu"), device=torch.device("cuda"))
+    found = quantize_parts(map(seen, split.cut((name, tensors.pop(name)) for name in [*tensors])), FP8, config,
+                           [form] * tp)
+    packed = sum(isinstance(weight, Tiles) and weight.type == FP8.upper() for own in found for weight in own.values())
+    assert packed > 10 * tp and sum(free) >= packed and len(free) == len(alive)

@@ -208,7 +208,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         memory = beside.describe(memory)
         _log_plan(memory, f"the draft model {source.name}: " if use.drafts else "")
         pools = allocate_shards(config, memory.pages, memory.slots, decoder.dtype, [ops] * options.shards,
-                                [options.device] * options.shards, replace(pool_options, tiled=reader.tiled))
+                                options.devices, replace(pool_options, tiled=reader.tiled))
         tiers, records = ([], None) if use.drafts else open_tiers(
             source.name, options, ops, reader.identity(head is not None), pools.shards[0].keys.dtype)
         cache = HybridCache(pools, options.prefix_cache, tiers, memory.rows)

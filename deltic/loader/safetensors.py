@@ -181,21 +181,17 @@ def _parts_of(name: str, stored: Source, config: ModelConfig, dtype: DType, spli
               ) -> Iterator[tuple[int, str, torch.Tensor | Float8]]:
     kept, names = TORCH_DTYPES[tensor_dtype(name, dtype)], packed_parts(name)
     if names and not is_stack(name):  # rows of the key heads in turn
-        tensor = read_stored(name, stored, kept, split.devices[0])
-        yield from split.cut(split_packed(name, tensor, config).items())
+        whole = split_packed(name, read_stored(name, stored, kept, split.devices[0]), config)
+        yield from split.cut((part, whole.pop(part)) for part in [*whole])
         return
     # gate and up of an expert are on the same device
     own = dict(split.own(names[0] if names else name, stored.shape))
-    if float8 and _stays_float8(name, stored, own.values()):
-        for device, weight in _read_float8(name, stored, split, own):
-            yield from ((device, *half) for half in _float8_parts(name, weight))
-        return
-    for device, tensor in _read_own(name, stored, kept, split, own):
-        parts = dict(zip(names, (half.contiguous() for half in tensor.chunk(2, 1)), strict=True)) if names else {
-            name: tensor}
+    stays = float8 and _stays_float8(name, stored, own.values())
+    for device, tensor in (_read_float8(name, stored, split, own) if stays
+                           else _read_own(name, stored, kept, split, own)):
+        parts = dict(zip(names, _halves(tensor), strict=True)) if names else {name: tensor}
         del tensor  # so that the caller can free the parts one by one
-        while parts:
-            part = next(iter(parts))
+        for part in [*parts]:
             yield device, part, parts.pop(part)
 
 
@@ -214,7 +210,8 @@ def _read_own(name: str, stored: Source, dtype: torch.dtype, split: Split, own: 
         piece = read_stored(name, stored, dtype, torch.device("cpu"), rows)
         for device, part in own.items():
             found[device][first:first + len(piece)] = part.of(piece)
-    yield from found.items()
+    for device in own:
+        yield device, found.pop(device)
 
 
 def _stays_float8(name: str, stored: Source, own: Iterable[Part]) -> bool:
@@ -225,9 +222,8 @@ def _stays_float8(name: str, stored: Source, own: Iterable[Part]) -> bool:
     return stored.dtype == FLOAT8 and aligned and (splittable or not packed_parts(name))
 
 
-def _float8_parts(name: str, weight: Float8) -> list[tuple[str, Float8]]:
-    names = packed_parts(name)
-    return [*zip(names, weight.halves(), strict=True)] if names else [(name, weight)]
+def _halves(weight: torch.Tensor | Float8) -> tuple[torch.Tensor | Float8, ...]:
+    return weight.halves() if isinstance(weight, Float8) else tuple(half.contiguous() for half in weight.chunk(2, 1))
 
 
 def plan_directory(directory: Path | InMemory, config: ModelConfig) -> dict[str, Source]:
@@ -343,8 +339,12 @@ def _read_float8(name: str, stored: Source, split: Split, own: Mapping[int, Part
     parts = [replace(part, dtype="U8", scales=None) for part in stored.parts]
     codes = Stack(tuple(parts)) if isinstance(stored, Stack) else parts[0]
     factors = read_stored(name, scales, torch.float32, torch.device("cpu"))
-    for device, found in _read_own(name, codes, torch.uint8, split, own):
-        yield device, Float8(found, _scales_part(factors, stored.shape, own[device]).to(found.device))
+
+    def weight(part: tuple[int, torch.Tensor]) -> tuple[int, Float8]:
+        device, found = part
+        return device, Float8(found, _scales_part(factors, stored.shape, own[device]).to(found.device))
+
+    return map(weight, _read_own(name, codes, torch.uint8, split, own))
 
 
 def _fill(file: Any, tensor: torch.Tensor, stored: StoredTensor) -> None:

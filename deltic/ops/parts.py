@@ -55,11 +55,20 @@ class Split:
                 yield index, part
 
     def cut(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[int, str, Tensor]]:
-        """Yields device, name and part of tensors that are whole in memory."""
+        """Yields device, name and part, contiguous, of tensors that are whole in memory. Keeps no tensor after its last
+        part, so that the caller can free it."""
         for name, tensor in tensors:
-            for index, part in self.own(name, tuple(tensor.shape)):
-                yield index, name, part.of(tensor).to(self.devices[index])
-            del tensor  # so that the next one can be made without it
+            own, whole = [*self.own(name, tuple(tensor.shape))], [tensor]
+            del tensor
+            while own:
+                index, part = own.pop(0)
+                yield index, name, _alone(part.of(whole[0] if own else whole.pop()), self.devices[index])
+
+
+def _alone(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor on a device. On a GPU it is no view, which would keep the whole tensor in its memory."""
+    found = tensor.contiguous().to(device)
+    return found.clone() if device.type != "cpu" and found.untyped_storage().nbytes() > found.nbytes else found
 
 
 def one_device(device: str | torch.device) -> Split:

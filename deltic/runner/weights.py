@@ -100,10 +100,10 @@ class WeightReader:
         in_files = files if files and not files.weights else None
         check_experts(in_files, source.config, options, dtype, self.tiled or quantizes)
         self._here = beside_card(options) or not options.offloads_experts
-        self._forms = [packed_form(options)] * options.shards
+        self._forms = [packed_form(options, device) for device in options.devices]
         self._units = self._slice_units() if options.shards > 1 else {}
         self._split = WeightSplitter(source.config, options.shards, self.tiled, self._units, bool(options.on_gpu)).over(
-            [options.device] * options.shards)
+            options.devices)
 
     def sizes(self) -> dict[str, int]:
         """Returns the bytes of the text model's weights on a GPU, by name."""
@@ -171,7 +171,7 @@ class WeightReader:
             return None
         found: list[dict[str, Weight]] = [{} for _ in self._forms]
         if random and random.head:
-            whole = random.tensors(self.source.config, self.dtype, self.options.device, head=True)
+            whole = random.tensors(self.source.config, self.dtype, self.options.devices[0], head=True)
             for device, name, tensor in self._split.cut(whole):
                 found[device][name] = tensor
         elif files:
@@ -224,7 +224,7 @@ class WeightReader:
         """float8: weights that are stored in it stay."""
         source = self.source
         if source.random:
-            return self._split.cut(source.random.tensors(source.config, self.dtype, self.options.device))
+            return self._split.cut(source.random.tensors(source.config, self.dtype, self.options.devices[0]))
         assert source.files
         return source.files.parts(self.dtype, self._split, self._progress, self._here, float8)
 
@@ -285,13 +285,13 @@ def weight_sizes(config: ModelConfig, dtype: DType, scheme: str) -> dict[str, in
     return plain if scheme == "none" else quantized_bytes(config, scheme, plain, quantized.packed_bytes)
 
 
-def packed_form(options: EngineConfig) -> PackedForm:
-    """Returns the form of quantized matrices that the device's kernels read."""
+def packed_form(options: EngineConfig, device: str) -> PackedForm:
+    """Returns the form of quantized matrices that the kernels of one of the devices read."""
     if not options.on_gpu:
         return host_form()
     if options.offloads_experts:
-        return pinned_form(torch.device(options.device))
-    return quantized.tiles_form(options.device)
+        return pinned_form(torch.device(device))
+    return quantized.tiles_form(device)
 
 
 def not_packed(options: EngineConfig, config: ModelConfig, dtype: DType) -> str | None:
@@ -319,7 +319,8 @@ def keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool
         return False
     config, on = files.config, options.packed_weights == "on"
     reason = not_packed(options, config, dtype)
-    if reason is None and options.on_gpu and (types := unserved_experts(files.gguf, packed_form(options))):
+    form = packed_form(options, options.device)
+    if reason is None and options.on_gpu and (types := unserved_experts(files.gguf, form)):
         reason = f"on a GPU the kernels know no experts of type {', '.join(types)}"
     if reason and on:
         raise ConfigError(f"packed_weights=on is not possible: {reason}", "packed_weights")

@@ -80,8 +80,7 @@ def read_file_parts(file: GgufFile, config: ModelConfig, dtype: DType | Literal[
     _check_complete(file, config, expected_tensors(config), sources)
     total, done = sum(part.stored.nbytes for part in sources), 0
     for part in sources:
-        for device, name, tensor in split.cut(read_gguf(part, config, kept)):
-            yield device, name, tensor.contiguous()
+        yield from split.cut(read_gguf(part, config, kept))
         done += part.stored.nbytes
         if progress is not None:
             progress(done, total)
