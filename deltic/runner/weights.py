@@ -89,7 +89,7 @@ class WeightReader:
         quantizes = self._scheme != "none"
         self._quantizes = quantizes and not (drafts and self.tiled)
         check_degree(source.config, options.shards, self.tiled or quantizes, self.tiled)
-        self._marks = self._mark_files() if files and (options.cache_dir or options.aot_dir) else []
+        self._marks = self._mark_files() if files and files.weights is None else []
         in_files = files if files and not files.weights else None
         check_experts(in_files, source.config, options, dtype, self.tiled or quantizes)
         self._here = beside_card(options) or not options.offloads_experts

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, cast
 
-from deltic.cache.offload.types import FullError
+from deltic.cache.offload.types import FullError, TierStoreError
 from deltic.errors import ConfigError
 
 ROOT: Final = "deltic-prefixes"
@@ -280,6 +280,22 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a plain file", str(path))
     return cast("BinaryIO", os.fdopen(descriptor, "rb", buffering=0))
+
+
+def read_regular(path: Path, size: int) -> bytearray:
+    """Returns the content of a file of a known size. Maps nothing: a mapped file that is cut kills the process. Raises
+    TierStoreError if the size is wrong."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size != size:
+            raise TierStoreError("has a wrong length")
+        data = bytearray(size)
+        place = 0
+        while place < size:
+            count = file.readinto(memoryview(data)[place:])  # type: ignore[attr-defined]
+            if not count:
+                raise TierStoreError("is truncated")
+            place += count
+    return data
 
 
 @contextmanager

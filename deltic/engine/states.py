@@ -1,0 +1,209 @@
+"""Prefixes of a model's cache as files: copied out of the pools as for a tier, and back as from one."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final
+
+from deltic.cache.handles import SequenceCache
+from deltic.cache.manager import HybridCache
+from deltic.cache.offload.directory import CacheDirectory
+from deltic.cache.offload.host import DeviceToHostCopy
+from deltic.cache.offload.identity import FileDigests, Identity
+from deltic.cache.offload.open import describe_backend, whole_identity
+from deltic.cache.offload.state_files import PrefixPart, read_state, write_state
+from deltic.cache.offload.state_manifest import SavedState, StateError, StateModel
+from deltic.cache.offload.state_stores import StateDirectory
+from deltic.cache.offload.tiers import LoadRequest, StoreRequest
+from deltic.cache.offload.types import LoadedPrefix, PrefixSource
+from deltic.cache.operations import StoreItem
+from deltic.cache.radix_tree import Checkpoint
+from deltic.cache.tensors import STATE_LAYOUT
+from deltic.config import EngineConfig
+from deltic.errors import ConfigError
+from deltic.params import PAGE, EngineRequest
+from deltic.runner.model_runner import Model, ModelRunner
+
+if TYPE_CHECKING:
+    from deltic.engine.worker import Worker
+
+_MOST_SAVED: Final = 8
+"""Boundaries of a saved prefix: its end, and those before it at which prompts are likely to part."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPosition:
+    """A position in the pools. logits: of its last token, if known."""
+
+    done: int
+    pages: tuple[int, ...]
+    slot: int
+    logits: Any = None
+
+
+class StateFiles:
+    """Writes prefixes of one model to directories, and reads them. For any thread."""
+
+    def __init__(self, runtime: Model) -> None:
+        self._runtime = runtime
+        self._lock = Lock()
+        self._model: StateModel | None = None
+
+    @property
+    def model(self) -> StateModel:
+        """The model as manifests name it. The first call reads the files of the weights, unless the cache directory
+        knows their digests. Raises ConfigError for a model that is not known by its files."""
+        with self._lock:
+            self._model = self._model or _state_model(self._runtime)
+        return self._model
+
+    def write(self, directory: str | Path, parts: Sequence[PrefixPart], name: str, most: int | None = None
+              ) -> SavedState:
+        return write_state(StateDirectory(directory), self.model, parts, name, most)
+
+    def read(self, directory: str | Path, id: str | None) -> tuple[list[LoadedPrefix], SavedState]:
+        """Returns the prefixes of a saved one up to each boundary. id: its beginning will do; None: the only one."""
+        store = StateDirectory(directory)
+        validator: Any = self._runtime.cache.pools.item_validator
+        return read_state(store, store.find(id), self.model, validator, self._runtime.memory.max_context)
+
+    def save(self, worker: Worker, request: EngineRequest, directory: str | Path, name: str = "",
+             most: int | None = None) -> SavedState:
+        """Saves the longest kept prefix of a request's prompt. Raises StateError if nothing of it is kept."""
+        if any(key != id for key, id in zip(getattr(request.prompt, "keys", ()), request.ids, strict=False)):
+            raise StateError("a prompt with pictures cannot be saved: save what comes before them")
+        model = self.model  # before the engine is asked, as this may take long
+        copies = worker.execute(partial(_copy_out, request=request))
+        return write_state(StateDirectory(directory), model, copies(), name, most)
+
+    def load(self, worker: Worker, directory: str | Path, id: str | None = None, salt: str = "") -> SavedState:
+        """Puts a saved prefix into the cache, for requests with this salt. Raises StateError with the reason if that is
+        not possible."""
+        prefixes, saved = self.read(directory, id)
+        worker.execute(partial(_copy_in, prefixes=prefixes, salt=salt))
+        return saved
+
+
+def _state_model(runtime: Model) -> StateModel:
+    made = runtime.made if isinstance(runtime, ModelRunner) else None
+    if made is None or not isinstance(runtime, ModelRunner):
+        raise ConfigError("states are saved for models that lie in files, by which they are known again: this one is "
+                          "compiled, or was given as tensors")
+    options, dtype = runtime.options, runtime.pools.shards[0].keys.dtype
+    whole = whole_identity(made, options, runtime.decoder.ops, dtype)
+    # random weights differ by dtype and device
+    facts = whole.facts if made.facts.get("random") else _weight_facts(made.facts)
+    digests = FileDigests(_directory_of(options))
+    never = bool  # returns False
+    return StateModel(name=runtime.name[-500:], weights=Identity(facts, made.marks).digest(digests, never),
+                      identity=whole.digest(digests, never), about=describe_backend(whole.facts)[:500])
+
+
+def _weight_facts(facts: Mapping[str, object]) -> dict[str, object]:
+    """Returns what the numbers of the weights and the layout of states depend on, whatever the dtype and device."""
+    return {"layout": STATE_LAYOUT, **{name: fact for name, fact in facts.items() if name not in ("dtype", "head")}}
+
+
+def _directory_of(options: EngineConfig) -> CacheDirectory | None:
+    """Returns the cache directory, which remembers digests of files, if there is one."""
+    try:
+        return CacheDirectory(options.cache_dir) if options.cache_dir else None
+    except ConfigError:  # the tier has warned
+        return None
+
+
+# from the pools
+
+
+class _CopiedParts:
+    """Takes prefixes from the pools as a tier does, ascending, each up to a later boundary than the one before."""
+
+    def __init__(self) -> None:
+        self._copier = DeviceToHostCopy()
+        self._copies = list[tuple[int, int, Callable[[], Any], Callable[[], Any]]]()
+        self.done = 0
+
+    def offer(self, source: PrefixSource) -> None:
+        done = len(source.tokens)
+        self._copies.append((self.done, done, self._copier(source.run(self.done)), self._copier(source.state())))
+        self.done = done
+
+    def on_host(self) -> list[PrefixPart]:
+        """Waits for the copies."""
+        return [PrefixPart(start, done, run(), state()) for start, done, run, state in self._copies]
+
+
+def copy_out(cache: HybridCache, tokens: array[int], positions: Sequence[KeptPosition]) -> _CopiedParts:
+    """Queues copies of a prefix at these positions, ascending. They are made when the operations are carried out."""
+    parts = _CopiedParts()
+    for position in positions:
+        request = StoreRequest(tokens[:position.done], position.logits, (parts,))
+        cache.operations.append(StoreItem(cache.pools.hold(request), position.pages, position.slot))
+    return parts
+
+
+def _copy_out(engine: Any, request: EngineRequest) -> Callable[[], list[PrefixPart]]:
+    with engine.resting_cache() as cache:
+        keys = engine.keys_of(request)
+        deepest = cache.tree.at(keys) or cache.tree.match(keys).checkpoint
+        if deepest is None:
+            raise StateError("nothing of this prompt is kept in the cache: raise `memory`, and leave prefix_cache on")
+        chosen = [one for one in _path(deepest) if one is deepest or one.likely_resume or one.pinned][-_MOST_SAVED:]
+        positions = [KeptPosition(one.done, tuple(cache.tree.path(one)), one.slot, one.logits) for one in chosen]
+        parts = copy_out(cache, array("q", request.ids), positions)
+    if parts.done < deepest.done:
+        raise StateError("the prefix could not be copied out of the cache: the log says why")
+    return parts.on_host
+
+
+def _path(checkpoint: Checkpoint) -> list[Checkpoint]:
+    """Returns the kept positions from the first tokens to this one."""
+    found, one = list[Checkpoint](), checkpoint
+    while one is not None:
+        found.append(one)
+        one = one.parent  # type: ignore[assignment]
+    return found[::-1]
+
+
+# to the pools
+
+
+class _Files:
+    """What sequences that start from a file name as their tier."""
+
+    def __init__(self) -> None:
+        self.name, self.hits, self.hit_tokens = "file", 0, 0
+
+
+def copy_in(cache: HybridCache, loaded: LoadedPrefix, keys: array[int]) -> SequenceCache | None:
+    """Returns a sequence cache at the end of a prefix from a file, or of a longer one that is kept; None if pages or
+    slots are short. keys: of its tokens."""
+    source: Any = _Files()
+    return cache.admit(keys, load=LoadRequest(keys, 0, (), loaded=replace(loaded, tokens=keys), tier=source))
+
+
+def _copy_in(engine: Any, prefixes: Sequence[LoadedPrefix], salt: str) -> None:
+    """Makes checkpoints of prefixes, which the tiers get, too."""
+    longest = prefixes[-1]
+    with engine.resting_cache() as cache:
+        if not cache.reuse:
+            raise ConfigError("a saved state goes to the prefix cache, which is off: leave out prefix_cache",
+                              "prefix_cache")
+        whole = engine.keys_of(EngineRequest("", tuple(longest.tokens), cache_salt=salt))
+        for loaded in prefixes:
+            keys = whole[:loaded.done]
+            owner = None if cache.tree.at(keys) else copy_in(cache, loaded, keys)
+            if owner is None:
+                continue
+            owner.likely_resume.add(loaded.done)
+            cache.commit_checkpoints(owner, owner.logits)
+            cache.release(owner)
+    if not cache.tree.at(whole):
+        pages = -(-longest.done // PAGE)
+        raise StateError(f"the cache has no room for {pages:,} pages and a state: raise `memory`, or try again when "
+                         "fewer requests run")
