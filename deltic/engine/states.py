@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -85,7 +86,9 @@ class StateFiles:
         """Puts a saved prefix into the cache, for requests with this salt. Raises StateError with the reason if that is
         not possible."""
         prefixes, saved = self.read(directory, id)
-        worker.execute(partial(_copy_in, prefixes=prefixes, salt=salt))
+        for loaded in prefixes:
+            # tiers skip what comes while much waits to be written
+            wait(worker.execute(partial(_copy_in, loaded=loaded, salt=salt)))
         return saved
 
 
@@ -187,23 +190,19 @@ def copy_in(cache: HybridCache, loaded: LoadedPrefix, keys: array[int]) -> Seque
     return cache.admit(keys, load=LoadRequest(keys, 0, (), loaded=replace(loaded, tokens=keys), tier=source))
 
 
-def _copy_in(engine: Any, prefixes: Sequence[LoadedPrefix], salt: str) -> None:
-    """Makes checkpoints of prefixes, which the tiers get, too."""
-    longest = prefixes[-1]
+def _copy_in(engine: Any, loaded: LoadedPrefix, salt: str) -> list[Future[int]]:
+    """Makes a checkpoint of a prefix, which the tiers get, too. Returns what they are writing."""
     with engine.resting_cache() as cache:
         if not cache.reuse:
             raise ConfigError("a saved state goes to the prefix cache, which is off: leave out prefix_cache",
                               "prefix_cache")
-        whole = engine.keys_of(EngineRequest("", tuple(longest.tokens), cache_salt=salt))
-        for loaded in prefixes:
-            keys = whole[:loaded.done]
-            owner = None if cache.tree.at(keys) else copy_in(cache, loaded, keys)
-            if owner is None:
-                continue
+        keys = engine.keys_of(EngineRequest("", tuple(loaded.tokens), cache_salt=salt))
+        if not cache.tree.at(keys) and (owner := copy_in(cache, loaded, keys)):
             owner.likely_resume.add(loaded.done)
             cache.commit_checkpoints(owner, owner.logits)
             cache.release(owner)
-    if not cache.tree.at(whole):
-        pages = -(-longest.done // PAGE)
+    if not cache.tree.at(keys):
+        pages = -(-loaded.done // PAGE)
         raise StateError(f"the cache has no room for {pages:,} pages and a state: raise `memory`, or try again when "
                          "fewer requests run")
+    return [future for tier in cache.tiers for future in tier.writes]

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from deltic.cache.offload.state_manifest import (
     digest_of,
 )
 from deltic.cache.offload.state_stores import StateDirectory
-from deltic.cache.offload.types import LoadedPrefix, StoredItem, Tensors, TierStoreError
+from deltic.cache.offload.types import Kind, LoadedPrefix, StoredItem, Tensors, TierStoreError
 from deltic.ops.kv import FP8, INT4, name_of, rounded
 
 if TYPE_CHECKING:
@@ -52,10 +52,11 @@ def write_state(store: StateDirectory, model: StateModel, parts: Sequence[Prefix
     have in all. Raises StateError if it would have more, FullError if the disk is full."""
     files = list[tuple[ItemFile, list[bytes | memoryview]]]()
     for part in parts:
-        kind: Any = "final" if "logits" in part.state else "state"
-        for item_kind, tensors in (("kv", part.run), (kind, part.state)):
+        state: Kind = "final" if "logits" in part.state else "state"
+        items: tuple[tuple[Kind, Tensors], ...] = (("kv", part.run), (state, part.state))
+        for kind, tensors in items:
             pieces = encode(tensors)
-            files.append((ItemFile(kind=item_kind, start=part.start, done=part.done, size=sum(map(len, pieces)),
+            files.append((ItemFile(kind=kind, start=part.start, done=part.done, size=sum(map(len, pieces)),
                                    sha256=digest_of(pieces)), pieces))
     tokens = [token for part in parts for token in part.run["tokens"].tolist()]
     dtypes = {key: name_of(tensor.dtype) for part in parts for tensors in (part.run, part.state)

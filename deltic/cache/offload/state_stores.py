@@ -27,6 +27,7 @@ from deltic.cache.offload.state_manifest import (
 from deltic.errors import ConfigError
 
 _NAME: Final = re.compile(r"[0-9a-f]{64}(?:\.json|\.safetensors)")
+_ID_LENGTH: Final = 64
 _PIECE: Final = 4 << 20
 _LARGEST_LISTING: Final = 64 << 20
 _TIMEOUT: Final = 60.0
@@ -72,6 +73,8 @@ class StateStore(ABC):
 
     def find(self, id: str | None) -> str:
         """Returns the id that begins so; without one the id of the only saved prefix. Raises StateError."""
+        if id and len(id) == _ID_LENGTH:
+            return checked_id(id)
         ids = [found for found in self.ids() if found.startswith(id or "")]
         if len(ids) == 1:
             return ids[0]
@@ -208,9 +211,9 @@ class FsspecStates(StateStore):
             self._system.put_file(str(source), f"{self._root}/{name}")
 
     def size(self, name: str) -> int | None:
-        with suppress(FileNotFoundError), self._reported(name):
-            return int(self._system.info(f"{self._root}/{name}")["size"])
-        return None
+        with self._reported(name):
+            path = f"{self._root}/{name}"
+            return int(self._system.info(path)["size"]) if self._system.exists(path) else None
 
     def names(self) -> list[str]:
         with self._reported(""):
