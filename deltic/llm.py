@@ -479,7 +479,8 @@ class LLM:
         if not shared:
             raise RequestError("there is nothing to save: conversations share no beginning without a system message or "
                                "tools", "prompt")
-        return _with(bare_job(shared, nothing), as_salt(options.get("cache_salt")), None)
+        job = _with(bare_job(shared, nothing), as_salt(options.get("cache_salt")), None)
+        return replace(job, request=replace(job.request, stable_prefixes=(len(shared),)))
 
     def _turn(self, messages: Any, sampling: Any, *, tools: Any = None, thinking: Any = None, variables: Any = None,
               thinking_budget: Any = None, tool_choice: Any = None, **more: Any) -> PreparedRequest:

@@ -208,15 +208,14 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         _log_plan(memory, f"the draft model {source.name}: " if use.drafts else "")
         pools = allocate_shards(config, memory.pages, memory.slots, decoder.dtype, [ops] * options.shards,
                                 [options.device] * options.shards, replace(pool_options, tiled=reader.tiled))
-        made = reader.identity(head is not None)
-        tiers, records = ([], None) if use.drafts else open_tiers(source.name, options, ops, made,
-                                                                  pools.shards[0].keys.dtype)
+        tiers, records = ([], None) if use.drafts else open_tiers(
+            source.name, options, ops, reader.identity(head is not None), pools.shards[0].keys.dtype)
         cache = HybridCache(pools, options.prefix_cache, tiers, memory.rows)
         # runner
         runtime = ModelRunner(source.name, files.place if files else None, config, options, source.generation, memory,
                               decoder, cache, threads, texts, records, head, encode,
                               files.vision if files and encode else None, use.draft, experts, layers,
-                              None if given.weights is not None else made)
+                              reader.model_identity(head is not None))
         runtime.check_kernels()
         times.done("cache")
         log.info("%s%s: loaded in %s", "the draft model " if use.drafts else "", source.name, times)

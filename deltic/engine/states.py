@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -93,23 +93,19 @@ class StateFiles:
 
 
 def _state_model(runtime: Model) -> StateModel:
-    made = runtime.made if isinstance(runtime, ModelRunner) else None
-    if made is None or not isinstance(runtime, ModelRunner):
+    if not isinstance(runtime, ModelRunner) or runtime.identity is None:
         raise ConfigError("states are saved for models that lie in files, by which they are known again: this one is "
                           "compiled, or was given as tensors")
     options, dtype = runtime.options, runtime.pools.shards[0].keys.dtype
+    made, weights = runtime.identity.made, runtime.identity.weights
     whole = whole_identity(made, options, runtime.decoder.ops, dtype)
-    # random weights differ by dtype and device
-    facts = whole.facts if made.facts.get("random") else _weight_facts(made.facts)
+    if made.facts["random"]:  # these differ by dtype and device
+        weights = whole
+    weights = Identity({**weights.facts, "layout": STATE_LAYOUT}, weights.marks)
     digests = FileDigests(_directory_of(options))
     never = bool  # returns False
-    return StateModel(name=runtime.name[-500:], weights=Identity(facts, made.marks).digest(digests, never),
+    return StateModel(name=runtime.name[-500:], weights=weights.digest(digests, never),
                       identity=whole.digest(digests, never), about=describe_backend(whole.facts)[:500])
-
-
-def _weight_facts(facts: Mapping[str, object]) -> dict[str, object]:
-    """Returns what the numbers of the weights and the layout of states depend on, whatever the dtype and device."""
-    return {"layout": STATE_LAYOUT, **{name: fact for name, fact in facts.items() if name not in ("dtype", "head")}}
 
 
 def _directory_of(options: EngineConfig) -> CacheDirectory | None:

@@ -114,6 +114,15 @@ class Identity:
         return found, stop.set
 
 
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """made: of the weights as they were loaded. weights: of their numbers in the files, whatever the dtype, without a
+    draft head."""
+
+    made: Identity
+    weights: Identity
+
+
 class FileDigests:
     """Digests of files by their marks, remembered in a cache directory as far as that can be written to."""
 

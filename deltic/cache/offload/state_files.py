@@ -15,7 +15,9 @@ from torch import Tensor
 from deltic.cache.offload.directory import ITEM_SUFFIX, check_room, read_regular, write_whole
 from deltic.cache.offload.disk import LARGEST_HEADER, decode, encode
 from deltic.cache.offload.state_manifest import (
+    FORMAT,
     MANIFEST_SUFFIX,
+    VERSION,
     ItemFile,
     Manifest,
     SavedState,
@@ -61,7 +63,7 @@ def write_state(store: StateDirectory, model: StateModel, parts: Sequence[Prefix
     tokens = [token for part in parts for token in part.run["tokens"].tolist()]
     dtypes = {key: name_of(tensor.dtype) for part in parts for tensors in (part.run, part.state)
               for key, tensor in tensors.items()}
-    manifest = Manifest(name=name, created=int(time.time()), model=model, dtypes=dtypes, tokens=tokens,
+    manifest = Manifest(format=FORMAT, version=VERSION, name=name, created=int(time.time()), model=model, dtypes=dtypes, tokens=tokens,
                         boundaries=[part.done for part in parts], items=[file for file, _ in files])
     data = manifest.encoded()
     id = sha256(data).hexdigest()
@@ -100,6 +102,9 @@ def read_state(store: StateDirectory, id: str, model: StateModel, validator: Poo
     if len(manifest.tokens) > longest:
         raise StateError(f"the saved state {id} has {len(manifest.tokens):,} tokens, and the context holds "
                          f"{longest:,}: raise `max_context`")
+    if "hidden" in validator.pools.named_slots and "hidden" not in manifest.dtypes:
+        raise StateError(f"the saved state {id} was written without the draft head that this model has: load the model "
+                         "without it (`speculate='off'`)")
     tokens = array("q", manifest.tokens)
     runs = list[tuple[int, Tensors]]()
     prefixes = list[LoadedPrefix]()
@@ -126,7 +131,12 @@ def _read_item(store: StateDirectory, item: StoredItem, file: ItemFile, validato
         data = read_regular(store.path(name), file.size)
         if sha256(data).hexdigest() != file.sha256:
             raise TierStoreError("was changed: it does not have the hash that it is named by")
-        tensors = _converted(decode(data), validator)
+        found = decode(data)
+        length, header, *content = encode(found)
+        if not data.startswith(bytes(length) + bytes(header)) or sum(map(len, content)) != len(data) - len(
+                length) - len(header):
+            raise TierStoreError("has a header that deltic does not write")
+        tensors = _converted(found, validator)
         reason = validator.refuse(item, tensors)
     except TierStoreError as error:
         raise StateError(f"the file {name} {error}") from error

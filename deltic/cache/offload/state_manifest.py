@@ -76,8 +76,8 @@ class Manifest(_Record):
     prefix's length. items: for each boundary the K/V since the boundary before, then the state. dtypes: of the items'
     tensors, for people."""
 
-    format: Literal["deltic-state"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["deltic-state"]
+    version: Annotated[int, Field(ge=VERSION, le=VERSION)]
     name: Text
     created: Annotated[int, Field(ge=0, le=1 << 40)]
     model: StateModel
