@@ -104,7 +104,8 @@ def _state_model(runtime: Model) -> StateModel:
     weights = Identity({**weights.facts, "layout": STATE_LAYOUT}, weights.marks)
     digests = FileDigests(_directory_of(options))
     never = bool  # returns False
-    return StateModel(name=runtime.name[-500:], weights=weights.digest(digests, never),
+    name = Path(runtime.name).name if Path(runtime.name).exists() else runtime.name
+    return StateModel(name=name[-500:], weights=weights.digest(digests, never),
                       identity=whole.digest(digests, never), about=describe_backend(whole.facts)[:500])
 
 

@@ -100,7 +100,8 @@ class StateDirectory(StateStore):
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"{self.place} cannot be used as a directory of states: {error.strerror}") from error
+            raise ConfigError(f"{self.place} cannot be used as a directory of states: {error.strerror}",
+                              "state_dir") from error
 
     def pieces(self, name: str) -> Iterator[bytes]:
         with self._opened(name) as file:
@@ -128,8 +129,8 @@ class StateDirectory(StateStore):
         try:
             with open_regular(self.path(name)) as file:
                 yield file
-        except FileNotFoundError as error:
-            raise StateError(f"{self.place} has no file {name}") from error
+        except OSError as error:
+            raise StateError(f"the file {name} cannot be read: {error.strerror}") from error
 
 
 class HttpStates(StateStore):
