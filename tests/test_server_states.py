@@ -74,6 +74,17 @@ def test_a_conversation_moves_to_another_server(llm: LLM, tmp_path: Path) -> Non
         other.engine.check()
 
 
+def test_what_all_conversations_share(llm: LLM, tmp_path: Path) -> None:
+    with serving(llm, state_dir=tmp_path) as served:
+        parts = [{"role": "system", "content": [{"type": "text", "text": SYSTEM["content"]}]}]
+        saved = served.post(PATH, messages=parts).json()
+    assert saved["tokens"] == len(llm.chat_processor.system_prefix([SYSTEM]))
+    with LLM(**SMALL) as other, serving(other, state_dir=tmp_path) as served:
+        assert served.post(PATH, load=saved["id"]).status_code == 200
+        for text in ("One.", "Two."):
+            assert cached(chat(served, SYSTEM, {"role": "user", "content": text})) == saved["tokens"]
+
+
 def test_the_conversation_of_a_response(llm: LLM, tmp_path: Path) -> None:
     with serving(llm, state_dir=tmp_path) as served:
         body = {"instructions": SYSTEM["content"], "input": "What is a delta?", "temperature": 0,

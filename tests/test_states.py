@@ -8,12 +8,10 @@ import random
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +19,10 @@ import pytest
 import torch
 from support import odd_shape
 
-from deltic import LLM, DelticError, RandomModel, SamplingParams, Session
+from deltic import LLM, RandomModel, SamplingParams, Session
 from deltic.cache.offload.state_manifest import Manifest, StateError
 from deltic.cache.offload.state_stores import (
     StateDirectory,
-    StateStore,
-    list_states,
-    open_states,
-    pull,
-    push,
 )
 from deltic.errors import ConfigError, RequestError
 

@@ -93,7 +93,8 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     if not isinstance(llm, ModelSet):
         engine, store = registry.keep(llm).engine, ResponseStore(limits, llm.runtime.notes)
     routes = [*openai.routes(registry, check), *responses.routes(registry, store, check),
-              *states.routes(registry, store, _state_directory(given), check), *anthropic.routes(registry, check), *ollama.routes(registry, services, reader, check),
+              *states.routes(registry, store, _state_directory(given), check),
+              *anthropic.routes(registry, check), *ollama.routes(registry, services, reader, check),
               *model_routes.routes(registry, services, check), *embeddings.routes(services, check),
               *operations.routes(registry, services, records, log, check), *page.routes()]
 

@@ -21,6 +21,7 @@ from deltic.cache.offload.state_stores import StateDirectory
 from deltic.chat.processor import PreparedRequest, bare_job
 from deltic.errors import RequestError, show, valid_text
 from deltic.params import Prompt, SamplingParams
+from deltic.server.content import ContentReader
 from deltic.server.errors import ProblemError
 from deltic.server.generation import ServedModel
 from deltic.server.http import json_response
@@ -95,11 +96,9 @@ class _StateEndpoints:
             job = served.complete(body.prompt, nothing)
             return replace(job, request=replace(job.request, cache_salt=body.salt))
         chat = body if body.response_id is None else self._conversation(record, served, body)
-        prepared = prepare_chat(served, chat.model_copy(update={"add_generation_prompt": False}), translated=True).request
-        if isinstance(prepared.prompt, Prompt) and prepared.prompt.pictures:
-            raise RequestError("a prompt with pictures cannot be saved: save what comes before them", "messages")
-        job = bare_job(prepared.ids, nothing)
-        return replace(job, request=replace(job.request, stable_prefixes=prepared.stable_prefixes, cache_salt=body.salt))
+        ids, places = _shared_ids(served, chat) or _conversation_ids(served, chat)
+        job = bare_job(ids, nothing)
+        return replace(job, request=replace(job.request, stable_prefixes=places, cache_salt=body.salt))
 
     @property
     def _files(self) -> StateDirectory:
@@ -131,6 +130,30 @@ class _StateEndpoints:
     def _load(self, served: ServedModel, body: StateRequest, record: RequestRecord) -> SavedState:
         salt = salt_of(record.prefix_owner, body.salt)
         return served.llm.states.load(served.llm.worker, self._files.root, body.load, salt)
+
+
+def _shared_ids(served: ServedModel, body: ChatRequest) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Returns the ids that all conversations with these system messages and tools share, and their end; None if there
+    are other messages."""
+    if not all(isinstance(message, dict) and message.get("role") in ("system", "developer")
+               for message in body.messages):
+        return None
+    processor, tools = served.processor, body.shown_tools()
+    messages = ContentReader(processor.sees, processor.fetches, served.text_of).messages(body.messages)
+    variables = body.variables(partial(processor.knows, tools=tools))
+    ids = processor.system_prefix(messages, tools=tools, variables=variables)
+    if not ids:
+        raise RequestError("conversations share no beginning with these system messages", "messages")
+    return ids, (len(ids),)
+
+
+def _conversation_ids(served: ServedModel, body: ChatRequest) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the ids that following turns of a conversation begin with, and where they may part."""
+    ended = body.model_copy(update={"add_generation_prompt": False})
+    prepared = prepare_chat(served, ended, translated=True).request
+    if isinstance(prepared.prompt, Prompt) and prepared.prompt.pictures:
+        raise RequestError("a prompt with pictures cannot be saved: save what comes before them", "messages")
+    return prepared.ids, prepared.stable_prefixes
 
 
 def _fields(saved: SavedState) -> dict[str, Any]:

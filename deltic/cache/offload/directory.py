@@ -229,11 +229,8 @@ class CacheDirectory:
         writers left."""
         known = {file for (file,) in index.execute("SELECT file FROM items")}
         present = {entry.name for entry in os.scandir(self.root) if entry.is_file(follow_symlinks=False)}
+        remove_abandoned(self.root)
         for name in present - known:
-            unfinished = name.startswith(_TEMPORARY) and _is_abandoned(self.root / name)
-            if unfinished:
-                with suppress(OSError):
-                    (self.root / name).unlink()
             self.unlink_item(name)
         index.executemany("DELETE FROM items WHERE file = ?", [(file,) for file in known - present])
         index.execute("""DELETE FROM models WHERE model NOT IN
@@ -376,6 +373,14 @@ def _open_private(path: str | Path, flags: int) -> int:
     with suppress(OSError):
         os.fchmod(descriptor, 0o600)
     return descriptor
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Deletes the temporary files of killed writers."""
+    for entry in os.scandir(folder):
+        if entry.name.startswith(_TEMPORARY) and _is_abandoned(Path(entry)):
+            with suppress(OSError):
+                os.unlink(entry)
 
 
 def _is_abandoned(path: Path) -> bool:

@@ -63,8 +63,8 @@ def write_state(store: StateDirectory, model: StateModel, parts: Sequence[Prefix
     tokens = [token for part in parts for token in part.run["tokens"].tolist()]
     dtypes = {key: name_of(tensor.dtype) for part in parts for tensors in (part.run, part.state)
               for key, tensor in tensors.items()}
-    manifest = Manifest(format=FORMAT, version=VERSION, name=name, created=int(time.time()), model=model, dtypes=dtypes, tokens=tokens,
-                        boundaries=[part.done for part in parts], items=[file for file, _ in files])
+    manifest = Manifest(format=FORMAT, version=VERSION, name=name, created=int(time.time()), model=model, dtypes=dtypes,
+                        tokens=tokens, boundaries=[part.done for part in parts], items=[file for file, _ in files])
     data = manifest.encoded()
     id = sha256(data).hexdigest()
     store.create()

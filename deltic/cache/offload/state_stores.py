@@ -14,7 +14,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
-from deltic.cache.offload.directory import ITEM_SUFFIX, check_room, open_regular, temporary_file, write_whole
+from deltic.cache.offload.directory import (
+    ITEM_SUFFIX,
+    check_room,
+    open_regular,
+    remove_abandoned,
+    temporary_file,
+    write_whole,
+)
 from deltic.cache.offload.state_manifest import (
     LARGEST_MANIFEST,
     MANIFEST_SUFFIX,
@@ -96,9 +103,10 @@ class StateDirectory(StateStore):
         return self.root / name
 
     def create(self) -> None:
-        """Makes the directory. Raises ConfigError if it cannot be used."""
+        """Makes the directory, and deletes what killed writers left in it. Raises ConfigError if it cannot be used."""
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            remove_abandoned(self.root)
         except OSError as error:
             raise ConfigError(f"{self.place} cannot be used as a directory of states: {error.strerror}",
                               "state_dir") from error
@@ -109,6 +117,7 @@ class StateDirectory(StateStore):
                 yield piece
 
     def put(self, name: str, source: Path) -> None:
+        self.create()
         check_room(self.root, source.stat().st_size)
         with open_regular(source) as file:
             write_whole(self.path(name), iter(lambda: file.read(_PIECE), b""))
