@@ -302,7 +302,7 @@ class LLM:
             log.info("%s: tokenizer and chat template read in %.2f s", runtime.name, time.perf_counter() - began)
         self.runtime = _with_words(runtime, self._chat_processor.tokenizer) if self._chat_processor else runtime
         self.worker = Worker(Engine(self.runtime))
-        self.states = StateFiles(self.runtime)
+        self.states = StateFiles(self.runtime, self._chat_processor)
         """Saves and loads prefixes; see `save_state` and `load_state`."""
         self._closing = threading.Lock()
         weakref.finalize(self, self.worker.stop, 0.0).atexit = False  # the worker handles the interpreter's end itself
@@ -395,10 +395,10 @@ class LLM:
         not cached. prompt: messages, of which system messages alone stand for what all conversations with them and
         with `tools` share; or a raw prompt, text or token ids. Returns the saved state with its id."""
         check_options("save_state", options, ("prompt", "directory", "name", *ChatOptions.__annotations__))
-        job = self._prefix_job(prompt, **options)
+        job, answer = self._saved_prefix(prompt, **options)
         output, = self._gather([job])
         output.sound()
-        return self.states.save(self.worker, job.request, directory, name)
+        return self.states.save(self.worker, job.request, directory, name, answer)
 
     def load_state(self, directory: str | Path, state: str | None = None, cache_salt: str | None = None) -> SavedState:
         """Puts a saved state into the prefix cache: prompts that begin with its tokens resume there. state: its id, or
@@ -464,23 +464,17 @@ class LLM:
         finally:
             call.close()
 
-    def _prefix_job(self, prompt: Any, **options: Unpack[ChatOptions]) -> PreparedRequest:
-        """Prepares a request that reads what following prompts begin with, and answers nothing."""
-        nothing = SamplingParams(max_tokens=0)
+    def _saved_prefix(self, prompt: Any, **options: Unpack[ChatOptions]) -> tuple[PreparedRequest, Any]:
+        """Prepares a request that reads what following prompts begin with, and answers nothing. Also returns the record
+        of the last answer."""
+        nothing, salt, tools = SamplingParams(max_tokens=0), as_salt(options.get("cache_salt")), options.get("tools")
         if not (isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping)):
-            return _with(self._job(as_prompt(prompt), nothing, None), as_salt(options.get("cache_salt")), None)
-        if any(isinstance(one, Mapping) and one.get("role") not in ("system", "developer") for one in prompt):
-            ended = {**(options.get("variables") or {}), "add_generation_prompt": False}
-            return self._turn(prompt, nothing, **{**options, "variables": ended})
-        check_tools(options.get("tools"))
-        shared = self.chat_processor.system_prefix(
-            as_messages(prompt, 0), tools=options.get("tools"),
-            variables=as_variables(options.get("variables"), options.get("thinking")))
-        if not shared:
-            raise RequestError("there is nothing to save: conversations share no beginning without a system message or "
-                               "tools", "prompt")
-        job = _with(bare_job(shared, nothing), as_salt(options.get("cache_salt")), None)
-        return replace(job, request=replace(job.request, stable_prefixes=(len(shared),)))
+            return _with(self._job(as_prompt(prompt), nothing, None), salt, None), None
+        check_tools(tools)
+        found = self.chat_processor.of(salt).saved_prefix(
+            as_messages(prompt), tools=tools, variables=as_variables(options.get("variables"), options.get("thinking")))
+        job = _with(bare_job(found.ids, nothing), salt, None)
+        return replace(job, request=replace(job.request, stable_prefixes=found.stable_prefixes)), found.answer
 
     def _turn(self, messages: Any, sampling: Any, *, tools: Any = None, thinking: Any = None, variables: Any = None,
               thinking_budget: Any = None, tool_choice: Any = None, **more: Any) -> PreparedRequest:

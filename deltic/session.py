@@ -281,7 +281,7 @@ class Session:
         """Replaces the session's tokens by a saved state. Snapshots stay valid. state: its id, or the beginning of it;
         None: the only one in the directory. Raises RequestError with the reason, and changes nothing, if that is not
         possible."""
-        prefixes, saved = self._files.read(directory, state)
+        prefixes, saved, _ = self._files.read(directory, state)
         cache, owner = self.runtime.cache, copy_in(self.runtime.cache, prefixes[-1], prefixes[-1].tokens)
         if owner is None:
             raise RequestError("no room for the saved state: drop snapshots, or raise max_batch or memory")

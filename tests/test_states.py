@@ -184,7 +184,7 @@ def test_the_prefix_of_all_conversations_with_a_system_message(llm, tmp_path):
 def test_prefixes_share_items(llm, tmp_path):
     first = llm.save_state(SYSTEM, tmp_path)
     items = {path.name for path in tmp_path.glob("*.safetensors")}
-    again = llm.save_state([*SYSTEM, {"role": "user", "content": "Tell me about rivers."}], tmp_path)
+    again = llm.save_state([*SYSTEM, {"role": "user", "content": "Tell me about rivers. " * 4}], tmp_path)
     assert first.tokens in again.boundaries and first.tokens < again.tokens
     manifest, _ = StateDirectory(tmp_path).manifest(again.id)
     assert items < {item.sha256 + ".safetensors" for item in manifest.items}
@@ -436,3 +436,37 @@ def test_500_changed_files_are_refused_and_nothing_else_is_harmed(tmp_path):
     assert torch.equal(session.step(7), expected)
     check.load(whole)
     assert torch.equal(check.step(7), expected)
+
+
+# Answers
+
+
+def test_thinking_goes_on_in_a_fresh_process(llm, tmp_path):
+    """The client does not send the thinking back; the prompt of the next turn has it all the same."""
+    messages = [*SYSTEM, {"role": "user", "content": "What is the capital of France?"}]
+    answer = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=200), thinking=True)
+    assert answer.reasoning
+    messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "And of Italy?"}]
+    saved = llm.save_state(messages[:-1], tmp_path, thinking=True)
+    expected = llm.chat(messages, GREEDY, thinking=True).choices[0]
+    for salt, known in (None, True), ("mine", False):
+        with LLM(memory="32MiB", max_batch=4, threads=1) as other:
+            other.load_state(tmp_path, saved.id, cache_salt=salt)
+            found = other.chat(messages, GREEDY, thinking=True, cache_salt=salt).choices[0]
+            assert (found.usage.cached_tokens >= saved.tokens) == known
+            assert (found.usage.prompt_tokens == expected.usage.prompt_tokens) == known
+            assert not known or found.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("data", ["", "!", "YWJj", "A" * 4000])
+def test_a_record_that_means_nothing_is_left_out(llm, tmp_path, data):
+    messages = [*SYSTEM, {"role": "user", "content": "What is the capital of Spain?"}]
+    messages += [{"role": "assistant", "content": llm.chat(messages, SamplingParams(temperature=0.0)).text}]
+    saved = llm.save_state(messages, tmp_path)
+    manifest = json.loads((tmp_path / f"{saved.id}.json").read_bytes())
+    assert manifest["answer"]["tokens"] <= saved.tokens
+    manifest["answer"]["data"] = data
+    with LLM(memory="32MiB", max_batch=4, threads=1) as other:
+        assert other.load_state(tmp_path, put_manifest(tmp_path, json.dumps(manifest).encode())).tokens == saved.tokens
+        messages += [{"role": "user", "content": "And of Italy?"}]
+        assert other.chat(messages, GREEDY).choices[0].finish == "length"

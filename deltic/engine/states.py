@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from deltic.cache.handles import SequenceCache
 from deltic.cache.manager import HybridCache
@@ -18,7 +20,13 @@ from deltic.cache.offload.host import DeviceToHostCopy
 from deltic.cache.offload.identity import FileDigests, Identity
 from deltic.cache.offload.open import describe_backend, whole_identity
 from deltic.cache.offload.state_files import PrefixPart, read_state, write_state
-from deltic.cache.offload.state_manifest import SavedState, StateError, StateModel
+from deltic.cache.offload.state_manifest import (
+    LARGEST_RECORD,
+    SavedAnswer,
+    SavedState,
+    StateError,
+    StateModel,
+)
 from deltic.cache.offload.state_stores import StateDirectory
 from deltic.cache.offload.tiers import LoadRequest, StoreRequest
 from deltic.cache.offload.types import LoadedPrefix, PrefixSource
@@ -47,11 +55,32 @@ class KeptPosition:
     logits: Any = None
 
 
+class KnownAnswer(Protocol):
+    """The record of an answer. ids: prompt and answer."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def data(self) -> bytes: ...
+
+
+class AnswerKeeper(Protocol):
+    """Keeps records of answers."""
+
+    def keep_answer(self, key: str, ids: Sequence[int], data: bytes) -> None:
+        """Adds a record, unless it is damaged."""
+
+
 class StateFiles:
     """Writes prefixes of one model to directories, and reads them. For any thread."""
 
-    def __init__(self, runtime: Model) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Model, answers: AnswerKeeper | None = None) -> None:
+        """answers: keeps records of answers for later prompts."""
+        self._runtime, self._answers = runtime, answers
         self._lock = Lock()
         self._model: StateModel | None = None
 
@@ -63,33 +92,45 @@ class StateFiles:
             self._model = self._model or _state_model(self._runtime)
         return self._model
 
-    def write(self, directory: str | Path, parts: Sequence[PrefixPart], name: str, most: int | None = None
-              ) -> SavedState:
-        return write_state(StateDirectory(directory), self.model, parts, name, most)
+    def write(self, directory: str | Path, parts: Sequence[PrefixPart], name: str) -> SavedState:
+        return write_state(StateDirectory(directory), self.model, parts, name)
 
-    def read(self, directory: str | Path, id: str | None) -> tuple[list[LoadedPrefix], SavedState]:
-        """Returns the prefixes of a saved one up to each boundary. id: its beginning will do; None: the only one."""
+    def read(self, directory: str | Path, id: str | None
+             ) -> tuple[list[LoadedPrefix], SavedState, SavedAnswer | None]:
+        """As `read_state`. id: its beginning will do; None: the only one."""
         store = StateDirectory(directory)
         validator: Any = self._runtime.cache.pools.item_validator
         return read_state(store, store.find(id), self.model, validator, self._runtime.memory.max_context)
 
     def save(self, worker: Worker, request: EngineRequest, directory: str | Path, name: str = "",
-             most: int | None = None) -> SavedState:
-        """Saves the longest kept prefix of a request's prompt. Raises StateError if nothing of it is kept."""
+             answer: KnownAnswer | None = None, most: int | None = None) -> SavedState:
+        """Saves the longest kept prefix of a request's prompt. answer: the last one in it. most: bytes that the
+        directory may have in all. Raises StateError if nothing of it is kept."""
         if any(key != id for key, id in zip(getattr(request.prompt, "keys", ()), request.ids, strict=False)):
             raise StateError("a prompt with pictures cannot be saved: save what comes before them")
         model = self.model  # before the engine is asked, as this may take long
         copies = worker.execute(partial(_copy_out, request=request))
-        return write_state(StateDirectory(directory), model, copies(), name, most)
+        return write_state(StateDirectory(directory), model, copies(), name, _portable(answer), most)
 
     def load(self, worker: Worker, directory: str | Path, id: str | None = None, salt: str = "") -> SavedState:
         """Puts a saved prefix into the cache, for requests with this salt. Raises StateError with the reason if that is
         not possible."""
-        prefixes, saved = self.read(directory, id)
+        prefixes, saved, answer = self.read(directory, id)
         for loaded in prefixes:
             # tiers skip what comes while much waits to be written
             wait(worker.execute(partial(_copy_in, loaded=loaded, salt=salt)))
+        if answer and self._answers and not salt:  # the record's key is for no owner
+            with suppress(ValueError):
+                data = b64decode(answer.data, validate=True)
+                self._answers.keep_answer(answer.key, prefixes[-1].tokens[:answer.tokens], data)
         return saved
+
+
+def _portable(answer: KnownAnswer | None) -> SavedAnswer | None:
+    """Returns an answer as manifests have it; None if there is none, or a very large one."""
+    if answer is None or len(answer.data) > LARGEST_RECORD:
+        return None
+    return SavedAnswer(key=answer.key, tokens=len(answer.ids), data=b64encode(answer.data).decode())
 
 
 def _state_model(runtime: Model) -> StateModel:
@@ -153,20 +194,22 @@ def _copy_out(engine: Any, request: EngineRequest) -> Callable[[], list[PrefixPa
         deepest = cache.tree.at(keys) or cache.tree.match(keys).checkpoint
         if deepest is None:
             raise StateError("nothing of this prompt is kept in the cache: raise `memory`, and leave prefix_cache on")
-        chosen = [one for one in _path(deepest) if one is deepest or one.likely_resume or one.pinned][-_MOST_SAVED:]
-        positions = [KeptPosition(one.done, tuple(cache.tree.path(one)), one.slot, one.logits) for one in chosen]
+        positions = [KeptPosition(one.done, tuple(cache.tree.path(one)), one.slot, one.logits)
+                     for one in _worth_saving(deepest)]
         parts = copy_out(cache, array("q", request.ids), positions)
     if parts.done < deepest.done:
         raise StateError("the prefix could not be copied out of the cache: the log says why")
     return parts.on_host
 
 
-def _path(checkpoint: Checkpoint) -> list[Checkpoint]:
-    """Returns the kept positions from the first tokens to this one."""
-    found, one = list[Checkpoint](), checkpoint
-    while one is not None:
-        found.append(one)
-        one = one.parent  # type: ignore[assignment]
+def _worth_saving(deepest: Checkpoint) -> list[Checkpoint]:
+    """Returns a position, and those before it at which prompts are likely to resume, ascending. Between positions that
+    are less than a page apart tokens are cheaper than a state."""
+    found, one = [deepest], deepest.parent
+    while one is not None and len(found) < _MOST_SAVED:
+        if (one.likely_resume or one.pinned) and found[-1].done - one.done >= PAGE:
+            found.append(one)
+        one = one.parent
     return found[::-1]
 
 

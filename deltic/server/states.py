@@ -18,15 +18,16 @@ from starlette.routing import Route
 
 from deltic.cache.offload.state_manifest import MANIFEST_SUFFIX, SavedState, checked_id
 from deltic.cache.offload.state_stores import StateDirectory
+from deltic.chat.history import PortableAnswer
 from deltic.chat.processor import PreparedRequest, bare_job
 from deltic.errors import RequestError, show, valid_text
-from deltic.params import Prompt, SamplingParams
+from deltic.params import SamplingParams
 from deltic.server.content import ContentReader
 from deltic.server.errors import ProblemError
 from deltic.server.generation import ServedModel
 from deltic.server.http import json_response
 from deltic.server.models import ModelRegistry
-from deltic.server.openai_schema import MESSAGES_SCHEMA, ChatRequest, prepare_chat
+from deltic.server.openai_schema import MESSAGES_SCHEMA, ChatRequest
 from deltic.server.records import RequestRecord, record_of, salt_of
 from deltic.server.response_store import ResponseStore
 from deltic.server.responses_schema import ResponsesRequest
@@ -56,6 +57,14 @@ def routes(models: ModelRegistry, store: ResponseStore, directory: Path | None, 
 
 
 @dataclass(frozen=True, slots=True)
+class _Reading:
+    """What is to be saved: the request that reads it, and the record of the last answer."""
+
+    job: PreparedRequest
+    answer: PortableAnswer | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _StateEndpoints:
     models: ModelRegistry
     store: ResponseStore
@@ -68,16 +77,17 @@ class _StateEndpoints:
             raise ProblemError(404, "this server saves and loads no states: start it with --state-dir DIR",
                                None, "states_are_off")
         record = record_of(request)
-        served, body, job = await self.models.read(request, StateRequest, partial(self._prepare, record))
-        if job is not None:
-            await served.gather(request, await served.start(request, [job], "prompt", True))
+        served, body, found = await self.models.read(request, StateRequest, partial(self._prepare, record))
+        work = partial(self._load, served, body, record)
+        if found is not None:
+            await served.gather(request, await served.start(request, [found.job], "prompt", True))
+            work = partial(self._save, served, body, record, found)
         async with self.turn:
-            work = partial(self._save, served, body, job, record) if job else partial(self._load, served, body, record)
             saved = await record.work(work, served.llm.engine.max_context)
         return json_response(_fields(saved))
 
-    def _prepare(self, record: RequestRecord, served: ServedModel, body: StateRequest) -> PreparedRequest | None:
-        """Returns the request that reads what is to be saved; None to load."""
+    def _prepare(self, record: RequestRecord, served: ServedModel, body: StateRequest) -> _Reading | None:
+        """Returns how to read what is to be saved; None to load."""
         given = [name for name in _SOURCES if getattr(body, name) not in (None, [])]
         if len(given) != 1:
             raise RequestError(f"give one of {', '.join(_SOURCES)}, not {' and '.join(given) or 'none'}", "messages")
@@ -94,11 +104,15 @@ class _StateEndpoints:
                                                                   if not isinstance(body.prompt, str)):
                 raise RequestError(f"prompt must be text or a list of token ids, not {show(body.prompt)}", "prompt")
             job = served.complete(body.prompt, nothing)
-            return replace(job, request=replace(job.request, cache_salt=body.salt))
+            return _Reading(replace(job, request=replace(job.request, cache_salt=body.salt)))
         chat = body if body.response_id is None else self._conversation(record, served, body)
-        ids, places = _shared_ids(served, chat) or _conversation_ids(served, chat)
-        job = bare_job(ids, nothing)
-        return replace(job, request=replace(job.request, stable_prefixes=places, cache_salt=body.salt))
+        processor, tools = served.processor.of(salt_of(served.owner, body.salt)), chat.shown_tools()
+        messages = ContentReader(processor.sees, processor.fetches, served.text_of).messages(chat.messages)
+        found = processor.saved_prefix(messages, tools=tools, history=chat.history, pictures=served.pictures,
+                                       variables=chat.variables(partial(processor.knows, tools=tools)))
+        job = bare_job(found.ids, nothing)
+        request = replace(job.request, stable_prefixes=found.stable_prefixes, cache_salt=body.salt)
+        return _Reading(replace(job, request=request), found.answer)
 
     @property
     def _files(self) -> StateDirectory:
@@ -119,41 +133,18 @@ class _StateEndpoints:
         own = {name: getattr(body, name) for name in ("model", "history", "chat_template_kwargs", "enable_thinking")}
         return ResponsesRequest.model_validate({**asked, **own}).chat(items, ())[0]
 
-    def _save(self, served: ServedModel, body: StateRequest, job: PreparedRequest, record: RequestRecord) -> SavedState:
-        salt = salt_of(record.prefix_owner, job.request.cache_salt)
+    def _save(self, served: ServedModel, body: StateRequest, record: RequestRecord, found: _Reading) -> SavedState:
+        request = replace(found.job.request, cache_salt=salt_of(record.prefix_owner, found.job.request.cache_salt))
+        most = served.limits.max_states_mib << 20
         try:
-            return served.llm.states.save(served.llm.worker, replace(job.request, cache_salt=salt), self._files.root,
-                                          body.name or "", served.limits.max_states_mib << 20)
+            return served.llm.states.save(served.llm.worker, request, self._files.root, body.name or "", found.answer,
+                                          most)
         except OSError as error:
             raise ProblemError(507, f"the state cannot be written now: {error.strerror or error}") from error
 
     def _load(self, served: ServedModel, body: StateRequest, record: RequestRecord) -> SavedState:
         salt = salt_of(record.prefix_owner, body.salt)
         return served.llm.states.load(served.llm.worker, self._files.root, body.load, salt)
-
-
-def _shared_ids(served: ServedModel, body: ChatRequest) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Returns the ids that all conversations with these system messages and tools share, and their end; None if there
-    are other messages."""
-    if not all(isinstance(message, dict) and message.get("role") in ("system", "developer")
-               for message in body.messages):
-        return None
-    processor, tools = served.processor, body.shown_tools()
-    messages = ContentReader(processor.sees, processor.fetches, served.text_of).messages(body.messages)
-    variables = body.variables(partial(processor.knows, tools=tools))
-    ids = processor.system_prefix(messages, tools=tools, variables=variables)
-    if not ids:
-        raise RequestError("conversations share no beginning with these system messages", "messages")
-    return ids, (len(ids),)
-
-
-def _conversation_ids(served: ServedModel, body: ChatRequest) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the ids that following turns of a conversation begin with, and where they may part."""
-    ended = body.model_copy(update={"add_generation_prompt": False})
-    prepared = prepare_chat(served, ended, translated=True).request
-    if isinstance(prepared.prompt, Prompt) and prepared.prompt.pictures:
-        raise RequestError("a prompt with pictures cannot be saved: save what comes before them", "messages")
-    return prepared.ids, prepared.stable_prefixes
 
 
 def _fields(saved: SavedState) -> dict[str, Any]:

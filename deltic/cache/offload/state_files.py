@@ -20,6 +20,7 @@ from deltic.cache.offload.state_manifest import (
     VERSION,
     ItemFile,
     Manifest,
+    SavedAnswer,
     SavedState,
     StateError,
     StateModel,
@@ -49,9 +50,10 @@ class PrefixPart:
 
 
 def write_state(store: StateDirectory, model: StateModel, parts: Sequence[PrefixPart], name: str,
-                most: int | None = None) -> SavedState:
-    """Writes a prefix and returns what it is. Items that are there already are kept. most: bytes that the directory may
-    have in all. Raises StateError if it would have more, FullError if the disk is full."""
+                answer: SavedAnswer | None = None, most: int | None = None) -> SavedState:
+    """Writes a prefix and returns what it is. Items that are there already are kept. answer: that the prefix ends with.
+    most: bytes that the directory may have in all. Raises StateError if it would have more, FullError if the disk is
+    full."""
     files = list[tuple[ItemFile, list[bytes | memoryview]]]()
     for part in parts:
         state: Kind = "final" if "logits" in part.state else "state"
@@ -64,7 +66,8 @@ def write_state(store: StateDirectory, model: StateModel, parts: Sequence[Prefix
     dtypes = {key: name_of(tensor.dtype) for part in parts for tensors in (part.run, part.state)
               for key, tensor in tensors.items()}
     manifest = Manifest(format=FORMAT, version=VERSION, name=name, created=int(time.time()), model=model, dtypes=dtypes,
-                        tokens=tokens, boundaries=[part.done for part in parts], items=[file for file, _ in files])
+                        tokens=tokens, boundaries=[part.done for part in parts], items=[file for file, _ in files],
+                        answer=answer if answer and answer.tokens <= len(tokens) else None)
     data = manifest.encoded()
     id = sha256(data).hexdigest()
     store.create()
@@ -92,8 +95,9 @@ def _is_there(store: StateDirectory, file: ItemFile) -> bool:
 
 
 def read_state(store: StateDirectory, id: str, model: StateModel, validator: PoolItemValidator, longest: int
-               ) -> tuple[list[LoadedPrefix], SavedState]:
-    """Returns the prefixes up to each boundary, ascending, in the dtypes of the pools. longest: tokens that fit. Raises
+               ) -> tuple[list[LoadedPrefix], SavedState, SavedAnswer | None]:
+    """Returns the prefixes up to each boundary, ascending, in the dtypes of the pools; what they are, and the answer at
+    the end, if one is known. longest: tokens that fit. Raises
     StateError, and has changed nothing, if anything is not as it must be."""
     manifest, _ = store.manifest(id)
     if manifest.model.weights != model.weights:
@@ -119,7 +123,7 @@ def read_state(store: StateDirectory, id: str, model: StateModel, validator: Poo
         logits = tensors.pop("logits", None)
         logits = None if logits is None else logits.clone()  # they outlive the other tensors of their buffer
         prefixes.append(LoadedPrefix(tokens[:item.done], tuple(runs), tensors, logits))
-    return prefixes, SavedState.of(id, manifest, manifest.model.identity == model.identity)
+    return prefixes, SavedState.of(id, manifest, manifest.model.identity == model.identity), manifest.answer
 
 
 def _read_item(store: StateDirectory, item: StoredItem, file: ItemFile, validator: PoolItemValidator

@@ -31,6 +31,8 @@ LARGEST_MANIFEST: Final = 16 << 20
 LARGEST_ITEM: Final = 1 << 40
 MOST_BOUNDARIES: Final = 64
 _MOST_TOKENS: Final = 1 << 22
+LARGEST_RECORD: Final = 3 << 20
+"""Bytes of the record of an answer."""
 _ID = re.compile(r"[0-9a-f]{64}")
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -71,10 +73,19 @@ class ItemFile(_Record):
     sha256: Digest
 
 
+class SavedAnswer(_Record):
+    """The record of a conversation's last answer, with which the template's prompt becomes the tokens that the model
+    generated. key: of the record. tokens: up to its end. data: in base64, all but the tokens."""
+
+    key: ShortDigest
+    tokens: Count
+    data: Annotated[str, Field(max_length=4 * LARGEST_RECORD // 3 + 4)]
+
+
 class Manifest(_Record):
     """A saved prefix. boundaries: token counts at which there is a recurrent state, ascending; the last one is the
     prefix's length. items: for each boundary the K/V since the boundary before, then the state. dtypes: of the items'
-    tensors, for people."""
+    tensors, for people. answer: of a conversation whose last answer is recorded."""
 
     format: Literal["deltic-state"]
     version: Annotated[int, Field(ge=VERSION, le=VERSION)]
@@ -85,6 +96,7 @@ class Manifest(_Record):
     tokens: Annotated[list[TokenId], Field(min_length=1, max_length=_MOST_TOKENS)]
     boundaries: Annotated[list[Count], Field(min_length=1, max_length=MOST_BOUNDARIES)]
     items: Annotated[list[ItemFile], Field(min_length=2, max_length=2 * MOST_BOUNDARIES)]
+    answer: SavedAnswer | None
 
     @property
     def size(self) -> int:
@@ -115,6 +127,8 @@ class Manifest(_Record):
             return "its items do not fit its boundaries"
         if any(item.kind != "kv" for item in runs) or any(item.kind == "kv" for item in states):
             return "its items are not K/V and states in turn"
+        if self.answer and self.answer.tokens > len(self.tokens):
+            return "its answer does not fit its tokens"
         return ""
 
 
