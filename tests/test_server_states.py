@@ -78,9 +78,10 @@ def test_the_next_turn_reads_what_is_new(llm: LLM, tmp_path: Path) -> None:
     """With the thinking of the first turn, which the client does not send."""
     thinking = {"enable_thinking": True, "max_tokens": 200, "ignore_eos": False}
     with serving(llm, state_dir=tmp_path) as served:
-        message = chat(served, SYSTEM, QUESTION, **thinking)["choices"][0]["message"]
+        asked = {"role": "user", "content": "Which river is the widest one?"}
+        message = chat(served, SYSTEM, asked, **thinking)["choices"][0]["message"]
         assert message["reasoning_content"]
-        turn = [SYSTEM, QUESTION, {"role": "assistant", "content": message["content"]}]
+        turn = [SYSTEM, asked, {"role": "assistant", "content": message["content"]}]
         saved = served.post(PATH, messages=turn, enable_thinking=True).json()
         following = [*turn, {"role": "user", "content": "And the second longest?"}]
         expected = chat(served, *following, enable_thinking=True)
