@@ -170,6 +170,34 @@ with LLM(memory="32MiB", max_batch=4, threads=1, cache_dir={str(tmp_path / "cach
         assert again.generate([following], GREEDY)[0].choices[0].usage.cached_tokens >= len(prompt)
 
 
+@pytest.mark.slow
+def test_8000_tokens_of_the_shape_of_a_real_model_go_on_in_a_fresh_process(tmp_path):
+    """Written to one directory, read from another one: only the new tokens are read, with the same bits."""
+    code = """
+import random, sys
+from deltic import LLM, RandomModel, SamplingParams
+with LLM(RandomModel("qwen3.5-0.8b"), dtype="bfloat16", max_batch=2, max_context=10_000, memory="3GiB") as llm:
+    draw = random.Random(0)
+    prompt = [draw.randrange(llm.runtime.config.vocab_size) for _ in range(8000)]
+    saved = llm.save_state(prompt, sys.argv[2]) if sys.argv[1] == "save" else llm.load_state(sys.argv[2])
+    assert saved.tokens == 8000 and saved.exact
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
+    choice = llm.generate([[*prompt, *range(100, 150)]], sampling)[0].choices[0]
+    assert choice.usage.cached_tokens == 8000
+    print(repr((choice.tokens, choice.logprobs)))
+"""
+    answers = []
+    for action, store in (("save", tmp_path / "one"), ("load", tmp_path / "two")):
+        result = subprocess.run([sys.executable, "-c", code, action, str(store)], capture_output=True, text=True,
+                                check=False)
+        assert result.returncode == 0, result.stderr
+        answers.append(result.stdout)
+        if action == "save":
+            shutil.copytree(store, tmp_path / "two")
+            shutil.rmtree(store)
+    assert answers[0] == answers[1]
+
+
 def test_the_prefix_of_all_conversations_with_a_system_message(llm, tmp_path):
     saved = llm.save_state(SYSTEM, tmp_path)
     assert saved.tokens == len(llm.chat_processor.system_prefix(SYSTEM))

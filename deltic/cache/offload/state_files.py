@@ -40,8 +40,8 @@ _WIDEST: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class PrefixPart:
-    """The part of a prefix between two boundaries, on the host. run: token ids and K/V, as of an item. state: at the
-    end, with logits if they are known."""
+    """The part of a prefix between two boundaries, on the host. run: token ids and K/V, in the form of an item.
+    state: at the end, with logits if they are known."""
 
     start: int
     done: int

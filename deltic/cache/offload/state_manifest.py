@@ -4,8 +4,8 @@
         SHA256.json           a manifest; the SHA-256 of its bytes is the id of the saved prefix
         SHA256.safetensors    an item as the disk tier writes it, by the SHA-256 of its bytes
 
-Prefixes that begin alike share items. Whatever was changed no longer fits its name, so it is refused. A name says
-nothing of the writer: whoever makes up an item also gives it a right name, so that a store must be one that you trust.
+Prefixes that begin alike share items. A file that was changed does not have the hash that it is named by, so it is
+refused. A hash does not show who made a file: load only from stores that you trust.
 """
 
 from __future__ import annotations

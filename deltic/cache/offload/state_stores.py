@@ -43,7 +43,7 @@ Progress = Callable[[int, int], None]
 """Called with (bytes copied, bytes in all)."""
 
 
-class StateStore(ABC):
+class StateFolder(ABC):
     """Files by name. Methods raise StateError with the reason, or OSError."""
 
     def __init__(self, place: str) -> None:
@@ -91,7 +91,7 @@ class StateStore(ABC):
                          "by its id, as `deltic state ls` shows it")
 
 
-class StateDirectory(StateStore):
+class StateDirectory(StateFolder):
     """A directory. Its files are private to the user who writes them."""
 
     def __init__(self, place: str | Path) -> None:
@@ -142,7 +142,7 @@ class StateDirectory(StateStore):
             raise StateError(f"the file {name} cannot be read: {error.strerror}") from error
 
 
-class HttpStates(StateStore):
+class HttpStates(StateFolder):
     """A directory of an HTTP server: GET, HEAD, and PUT for what is pushed. Its index page lists the files."""
 
     def __init__(self, place: str) -> None:
@@ -196,7 +196,7 @@ class HttpStates(StateStore):
             raise StateError(f"{self.place} cannot be reached: {error or type(error).__name__}") from error
 
 
-class FsspecStates(StateStore):
+class FsspecStates(StateFolder):
     """A folder of a file system that fsspec opens."""
 
     def __init__(self, place: str) -> None:
@@ -244,7 +244,7 @@ class FsspecStates(StateStore):
             raise StateError(f"{self.place} cannot be used: {error or type(error).__name__}") from error
 
 
-def open_states(place: str | Path) -> StateStore:
+def open_states(place: str | Path) -> StateFolder:
     """Returns the store at a path or URL. Raises ConfigError if it cannot be opened."""
     scheme = str(place).partition("://")[0] if "://" in str(place) else ""
     if scheme in ("http", "https"):
@@ -252,7 +252,7 @@ def open_states(place: str | Path) -> StateStore:
     return FsspecStates(str(place)) if scheme else StateDirectory(place)
 
 
-def list_states(store: StateStore) -> list[tuple[SavedState, str]]:
+def list_states(store: StateFolder) -> list[tuple[SavedState, str]]:
     """Returns the saved prefixes, newest first. A manifest that cannot be read comes last, with the reason."""
     found = list[tuple[SavedState, str]]()
     for id in store.ids():
@@ -263,7 +263,7 @@ def list_states(store: StateStore) -> list[tuple[SavedState, str]]:
     return sorted(found, key=lambda pair: -pair[0].created)
 
 
-def push(source: StateDirectory, id: str, target: StateStore, progress: Progress) -> SavedState:
+def push(source: StateDirectory, id: str, target: StateFolder, progress: Progress) -> SavedState:
     """Copies a saved prefix out of a directory: the items that are missing, then the manifest."""
     manifest, _ = source.manifest(id)
     sent = 0
@@ -278,7 +278,7 @@ def push(source: StateDirectory, id: str, target: StateStore, progress: Progress
     return SavedState.of(id, manifest)
 
 
-def pull(source: StateStore, id: str, target: StateDirectory, progress: Progress) -> SavedState:
+def pull(source: StateFolder, id: str, target: StateDirectory, progress: Progress) -> SavedState:
     """Copies a saved prefix into a directory. Every file is checked before it appears there."""
     target.create()
     manifest, data = source.manifest(id)
@@ -317,7 +317,7 @@ def _check(pieces: Iterator[bytes], name: str, size: int, digest: str, use: Call
         raise StateError(f"the file {name} was changed: it does not have the hash that it is named by")
 
 
-def chosen_ids(store: StateStore, ids: Sequence[str]) -> list[str]:
+def chosen_ids(store: StateFolder, ids: Sequence[str]) -> list[str]:
     """Returns the ids that these begin; all ids if there are none. Raises StateError."""
     found = [store.find(id) for id in ids] if ids else store.ids()
     if not found:
