@@ -76,7 +76,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     options.add_template(parser)
     options.add_engine(parser)
     options.add_limits(parser)
-    advanced(parser, "--unix-socket-mode", "--log-text", "--drain-seconds", "--strip-billing-header")
+    advanced(parser, "--unix-socket-mode", "--log-text", "--drain-seconds", "--state-dir",
+             "--strip-billing-header")
 
 
 def _add_connections(parser: argparse.ArgumentParser) -> None:
