@@ -396,8 +396,9 @@ class LLM:
         with `tools` share; or a raw prompt, text or token ids. Returns the saved state with its id."""
         check_options("save_state", options, ("prompt", "directory", "name", *ChatOptions.__annotations__))
         job, answer = self._saved_prefix(prompt, **options)
-        output, = self._gather([job])
-        output.sound()
+        if not self.states.keeps(self.worker, job.request):
+            output, = self._gather([job])
+            output.sound()
         return self.states.save(self.worker, job.request, directory, name, answer)
 
     def load_state(self, directory: str | Path, state: str | None = None, cache_salt: str | None = None) -> SavedState:

@@ -102,6 +102,13 @@ class StateFiles:
         validator: Any = self._runtime.cache.pools.item_validator
         return read_state(store, store.find(id), self.model, validator, self._runtime.memory.max_context)
 
+    def keeps(self, worker: Worker, request: EngineRequest) -> bool:
+        """True if the state at the very end of a request's prompt is kept, so that it can be saved as it is."""
+        def found(engine: Any) -> bool:
+            with engine.resting_cache() as cache:
+                return cache.tree.at(engine.keys_of(request)) is not None
+        return worker.execute(found)
+
     def save(self, worker: Worker, request: EngineRequest, directory: str | Path, name: str = "",
              answer: KnownAnswer | None = None, most: int | None = None) -> SavedState:
         """Saves the longest kept prefix of a request's prompt. answer: the last one in it. most: bytes that the

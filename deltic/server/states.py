@@ -21,7 +21,7 @@ from deltic.cache.offload.state_stores import StateDirectory
 from deltic.chat.history import PortableAnswer
 from deltic.chat.processor import PreparedRequest, bare_job
 from deltic.errors import RequestError, show, valid_text
-from deltic.params import SamplingParams
+from deltic.params import EngineRequest, SamplingParams
 from deltic.server.content import ContentReader
 from deltic.server.errors import ProblemError
 from deltic.server.generation import ServedModel
@@ -80,8 +80,10 @@ class _StateEndpoints:
         served, body, found = await self.models.read(request, StateRequest, partial(self._prepare, record))
         work = partial(self._load, served, body, record)
         if found is not None:
-            await served.gather(request, await served.start(request, [found.job], "prompt", True))
-            work = partial(self._save, served, body, record, found)
+            asked = replace(found.job.request, cache_salt=salt_of(record.prefix_owner, found.job.request.cache_salt))
+            if not await record.work(partial(served.llm.states.keeps, served.llm.worker, asked)):
+                await served.gather(request, await served.start(request, [found.job], "prompt", True))
+            work = partial(self._save, served, body, asked, found.answer)
         async with self.turn:
             saved = await record.work(work, served.llm.engine.max_context)
         return json_response(_fields(saved))
@@ -133,12 +135,11 @@ class _StateEndpoints:
         own = {name: getattr(body, name) for name in ("model", "history", "chat_template_kwargs", "enable_thinking")}
         return ResponsesRequest.model_validate({**asked, **own}).chat(items, ())[0]
 
-    def _save(self, served: ServedModel, body: StateRequest, record: RequestRecord, found: _Reading) -> SavedState:
-        request = replace(found.job.request, cache_salt=salt_of(record.prefix_owner, found.job.request.cache_salt))
+    def _save(self, served: ServedModel, body: StateRequest, asked: EngineRequest, answer: PortableAnswer | None
+              ) -> SavedState:
         most = served.limits.max_states_mib << 20
         try:
-            return served.llm.states.save(served.llm.worker, request, self._files.root, body.name or "", found.answer,
-                                          most)
+            return served.llm.states.save(served.llm.worker, asked, self._files.root, body.name or "", answer, most)
         except OSError as error:
             raise ProblemError(507, f"the state cannot be written now: {error.strerror or error}") from error
 
