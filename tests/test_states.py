@@ -475,7 +475,9 @@ def test_thinking_goes_on_in_a_fresh_process(llm, tmp_path):
     answer = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=200), thinking=True)
     assert answer.reasoning
     messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "And of Italy?"}]
+    read = llm.engine.stats.prompt_tokens
     saved = llm.save_state(messages[:-1], tmp_path, thinking=True)
+    assert llm.engine.stats.prompt_tokens == read
     expected = llm.chat(messages, GREEDY, thinking=True).choices[0]
     for salt, known in (None, True), ("mine", False):
         with LLM(memory="32MiB", max_batch=4, threads=1) as other:
