@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
+from deltic.cache.offload.state_manifest import SavedState
 from deltic.chat.choices import AnswerAssembler, ChatOutput, Choice
 from deltic.chat.json_schema import Bounds
 from deltic.chat.output_router import Delta
@@ -40,6 +41,7 @@ from deltic.engine.arguments import (
 )
 from deltic.engine.engine import Engine
 from deltic.engine.loading import LoadProgress, ModelOverrides, RandomModel, load_any
+from deltic.engine.states import StateFiles
 from deltic.engine.warm_up import warm_up
 from deltic.engine.worker import EventMailbox, Worker
 from deltic.errors import ConfigError, ModelError, RequestError, of_prompt, show
@@ -300,6 +302,8 @@ class LLM:
             log.info("%s: tokenizer and chat template read in %.2f s", runtime.name, time.perf_counter() - began)
         self.runtime = _with_words(runtime, self._chat_processor.tokenizer) if self._chat_processor else runtime
         self.worker = Worker(Engine(self.runtime))
+        self.states = StateFiles(self.runtime, self._chat_processor)
+        """Saves and loads prefixes; see `save_state` and `load_state`."""
         self._closing = threading.Lock()
         weakref.finalize(self, self.worker.stop, 0.0).atexit = False  # the worker handles the interpreter's end itself
 
@@ -385,6 +389,23 @@ class LLM:
                         len(prompt))
         return len(prompt)
 
+    def save_state(self, prompt: Any, directory: str | Path, name: str = "", **options: Unpack[ChatOptions]
+                   ) -> SavedState:
+        """Saves the prefix that a prompt begins with as files in a directory; reads the prompt first, as far as it is
+        not cached. prompt: messages, of which system messages alone stand for what all conversations with them and
+        with `tools` share; or a raw prompt, text or token ids. Returns the saved state with its id."""
+        check_options("save_state", options, ("prompt", "directory", "name", *ChatOptions.__annotations__))
+        job, answer = self._saved_prefix(prompt, **options)
+        if not self.states.keeps(self.worker, job.request):
+            output, = self._gather([job])
+            output.sound()
+        return self.states.save(self.worker, job.request, directory, name, answer)
+
+    def load_state(self, directory: str | Path, state: str | None = None, cache_salt: str | None = None) -> SavedState:
+        """Puts a saved state into the prefix cache: prompts that begin with its tokens resume there. state: its id, or
+        the beginning of it; None: the only one in the directory. RequestError says why it cannot be used."""
+        return self.states.load(self.worker, directory, state, as_salt(cache_salt))
+
     def warm_up(self) -> None:
         """Prepares the tiers and, on a GPU, all that steps use, as a server does before it is ready: then the first
         request is as fast as later ones. Call it before any request."""
@@ -443,6 +464,18 @@ class LLM:
             return call.outputs
         finally:
             call.close()
+
+    def _saved_prefix(self, prompt: Any, **options: Unpack[ChatOptions]) -> tuple[PreparedRequest, Any]:
+        """Prepares a request that reads what following prompts begin with, and answers nothing. Also returns the record
+        of the last answer."""
+        nothing, salt, tools = SamplingParams(max_tokens=0), as_salt(options.get("cache_salt")), options.get("tools")
+        if not (isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping)):
+            return _with(self._job(as_prompt(prompt), nothing, None), salt, None), None
+        check_tools(tools)
+        found = self.chat_processor.of(salt).saved_prefix(
+            as_messages(prompt), tools=tools, variables=as_variables(options.get("variables"), options.get("thinking")))
+        job = _with(bare_job(found.ids, nothing), salt, None)
+        return replace(job, request=replace(job.request, stable_prefixes=found.stable_prefixes)), found.answer
 
     def _turn(self, messages: Any, sampling: Any, *, tools: Any = None, thinking: Any = None, variables: Any = None,
               thinking_budget: Any = None, tool_choice: Any = None, **more: Any) -> PreparedRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,14 +19,16 @@ from torch import Tensor
 
 from deltic.cache.handles import CacheSnapshot, SequenceCache
 from deltic.cache.item_copies import read_state
+from deltic.cache.offload.state_manifest import SavedState
 from deltic.config import ModelConfig
 from deltic.engine.arguments import engine_config
 from deltic.engine.loading import ModelOverrides, RandomModel, load_any
+from deltic.engine.states import KeptPosition, StateFiles, copy_in, copy_out
 from deltic.engine.step_plan import PlannedRow, StepPlan, base_after, image_spans, next_row
 from deltic.errors import ConfigError, DegenerateError, RequestError, forked_from, show
 from deltic.export.program import kind_of
 from deltic.ops.types import Batch
-from deltic.params import MAX_DRAFTS, Draft, Picture, Positions, Prompt, content_keys
+from deltic.params import MAX_DRAFTS, PAGE, Draft, Picture, Positions, Prompt, content_keys
 from deltic.runner.input_batch import build
 from deltic.runner.model_runner import ModelRunner, batch_logits
 from deltic.runner.operator_profile import Profile, profiling
@@ -94,6 +97,7 @@ class Session:
         # the offset of the next rotary position from the cursor, and those of snapshots by slot
         self._shift, self._shifts = 0, dict[int, int]()
         self._lock, self._process = threading.RLock(), os.getpid()
+        self._files = StateFiles(self.runtime)
         self.config: ModelConfig = self.runtime.config
         """The model's architecture, as in its files."""
         self.vocab_size = self.config.vocab_size
@@ -253,6 +257,40 @@ class Session:
         self._check_snapshot(snapshot)
         del self._shifts[snapshot.slot]
         self.runtime.cache.release(snapshot)
+
+    @_alone
+    def save(self, directory: str | Path, name: str = "") -> SavedState:
+        """Saves the tokens so far, K/V and state as files in a directory. `load` continues from there, in any process
+        with this model. Returns the saved state with its id. Raises RequestError if there are no tokens, or images."""
+        cache, owner, tokens = self.runtime.cache, self._cache, self._cache.tokens
+        if not tokens:
+            raise RequestError("there are no tokens to save: call prefill before")
+        if any(token < 0 for token in tokens) or self._shift:
+            raise RequestError("a session with images cannot be saved: save it before they are read")
+        _ = self._files.model  # raises before anything is copied
+        if owner.unflushed:
+            self._verified = None
+            cache.states.flush(owner)
+        here = KeptPosition(owner.done, tuple(owner.pages[:-(-owner.done // PAGE)]), owner.slot)
+        parts = copy_out(cache, array("q", tokens), [here])
+        cache.operations.flush()
+        return self._files.write(directory, parts.on_host(), name)
+
+    @_alone
+    def load(self, directory: str | Path, state: str | None = None) -> SavedState:
+        """Replaces the session's tokens by a saved state. Snapshots stay valid. state: its id, or the beginning of it;
+        None: the only one in the directory. Raises RequestError with the reason, and changes nothing, if that is not
+        possible."""
+        prefixes, saved, _ = self._files.read(directory, state)
+        cache, owner = self.runtime.cache, copy_in(self.runtime.cache, prefixes[-1], prefixes[-1].tokens)
+        if owner is None:
+            raise RequestError("no room for the saved state: drop snapshots, or raise max_batch or memory")
+        cache.operations.flush()
+        cache.slots.release(owner.checkpoint_slots.values())  # a session keeps no checkpoints
+        owner.checkpoint_slots = {}
+        cache.release(self._cache)
+        self._cache, self._verified, self._shift = owner, None, 0
+        return saved
 
     def reset(self) -> None:
         """Forgets all tokens. Snapshots stay valid."""

@@ -39,9 +39,9 @@ ALLOWED = {
     "spec_decode": {"engine", "runner", *_STEP},
     "engine": {"export", "runner", "spec_decode", *_STEP},
     "session": {"cache", "engine", "export", "ops", "runner", *_BASE},
-    "llm": {"chat", "engine", "export", "runner", *_BASE},
+    "llm": {"cache", "chat", "engine", "export", "runner", *_BASE},
     "embeddings": {"chat", "engine", "export", "loader", "ops", "runner", "threads", *_BASE},
-    "server": {"chat", "embeddings", "engine", "llm", "threads", "vision", *_BASE},
+    "server": {"cache", "chat", "embeddings", "engine", "llm", "threads", "vision", *_BASE},
     "llm_plugin": set(), "lm_eval_plugin": {"chat", "llm", "params"},
     "cli": {"chat", "embeddings", "engine", "export", "llm", "runner", "server", "spec_decode", *_STEP},
 }

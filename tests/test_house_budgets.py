@@ -12,24 +12,24 @@ from pathlib import Path
 from test_house import FILES, ROOT, TREES, imports, room, shown, walk
 
 LINES = {
-    ".": 1900,
-    "cache": 4900,
-    "chat": 6950,
-    "cli": 4930,
+    ".": 1960,
+    "cache": 5640,
+    "chat": 6990,
+    "cli": 5080,
     "config": 1730,
     "embeddings": 2600,
-    "engine": 3400,
+    "engine": 3640,
     "export": 3950,
     "loader": 6150,
     "model": 1090,
     "ops": 10430,
-    "runner": 3870,
-    "server": 8150,
+    "runner": 3890,
+    "server": 8330,
     "spec_decode": 1100,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 253
+FILES_AT_MOST = 259
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

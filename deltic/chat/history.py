@@ -45,8 +45,10 @@ from deltic.chat.history_store import (
     OwnedEntries,
     chain_ids,
     ids_digest,
+    pack,
     reasoning_hash,
     record_name,
+    unpack,
 )
 from deltic.chat.message_cache import Schemas
 from deltic.chat.messages import REASONING
@@ -98,6 +100,17 @@ class _BaseAnswer:
     name: str
     record: AnswerRecord
     ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PortableAnswer:
+    """A recorded answer for another process. index: of its message. key: of its record there, for no owner. ids: prompt
+    and answer. data: the record without them."""
+
+    index: int
+    key: str
+    ids: tuple[int, ...]
+    data: bytes
 
 
 class RenderedPrompts:
@@ -175,6 +188,23 @@ class History:
                     ids_digest(spelled), turn.parent, turn.kept, turn.system_prefix_len,
                     (*turn.thoughts, reasoning_hash(_plain_text(answer.reasoning))))
         self._records.put(_next_state(turn.state, visible), record, turn.owner)
+
+    def last_answer(self, conversation: Conversation, owner: str = "") -> PortableAnswer | None:
+        """Returns the last recorded answer of a conversation, for `keep_answer` of another process."""
+        schemas = conversation.schemas
+        _, base = self._recall(conversation, self._states(conversation, schemas, owner), owner)
+        if base is None:
+            return None
+        key = self._states(conversation, schemas, "")[base.index + 1]
+        record = replace(base.record, ids=array("i"), parent="", kept=0, ambiguous=False)
+        return PortableAnswer(base.index, key, base.ids, pack(key, record))
+
+    def keep_answer(self, key: str, ids: Sequence[int], data: bytes) -> None:
+        """Adds a record that `last_answer` returned, with its ids, unless it is damaged."""
+        record, whole = unpack(key, data, self._tokenizer.vocab_size), array("i", ids)
+        if record and record.digest == ids_digest(whole) and isinstance(record.content, str) and isinstance(
+                record.reasoning, str) and isinstance(record.system_prefix_len, int):
+            self._records.put(key, replace(record, ids=whole, parent="", kept=0))
 
     def flush(self) -> None:
         self._records.flush()

@@ -15,7 +15,7 @@ from threading import Event
 from typing import Any, Literal
 
 from deltic.chat.conversation import Conversation, encode_prompt, encode_unfinished, load_template, system_prefix_len
-from deltic.chat.history import MODES, History, HistoryTurn
+from deltic.chat.history import MODES, History, HistoryTurn, PortableAnswer
 from deltic.chat.history_store import AnswerStore
 from deltic.chat.markers import THINK, closes_thinking
 from deltic.chat.message_cache import MessageCache
@@ -91,6 +91,15 @@ class PreparedRequest:
         """Keywords of the request's schemas that the compiled grammar does not enforce."""
         grammar = self.grammar and self.grammar.grammar
         return tuple(f"{grammar.field}.{name}" for name in grammar.ignored) if grammar else ()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPrefix:
+    """What following prompts begin with. stable_prefixes: where they may part. answer: the last recorded one."""
+
+    ids: tuple[int, ...]
+    stable_prefixes: tuple[int, ...]
+    answer: PortableAnswer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +335,34 @@ class ChatProcessor:
             return self.grammars.of(wanted) if wanted else None
         calls = CallAnswers(form, functions, choice.needed, choice.parallel, wanted)
         return self.grammars.grammar(lambda known, schemas: call_parts(calls, known.tags, schemas), "tools")
+
+    def saved_prefix(self, messages: Any, *, tools: Any = None, variables: Mapping[str, Any] | None = None,
+                     history: str | None = None, pictures: Shown | RequestError | None = None) -> SavedPrefix:
+        """Returns what following prompts of a conversation begin with, or all conversations with these system messages
+        and tools if there are no others. Arguments as in `chat`."""
+        roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
+        if {*roles} <= {"system", "developer"}:
+            ids = self.system_prefix(messages, tools=tools, variables=variables)
+            if not ids:
+                raise RequestError("there is nothing to save: conversations share no beginning without a system "
+                                   "message or tools", "messages")
+            return SavedPrefix(ids, (len(ids),))
+        opened = {**(variables or {}), "add_generation_prompt": roles[-1] != "assistant"}
+        request = self.chat(messages, tools=tools, variables=opened, history=history, pictures=pictures).request
+        if isinstance(request.prompt, Prompt) and request.prompt.pictures:
+            raise RequestError("a prompt with pictures cannot be saved: save what comes before them", "messages")
+        conversation = Conversation.read(self._template(tools), self.tokenizer, self._without_billing(messages), tools,
+                                         _opens(self._with_thinking(variables))[0],
+                                         parse_special=self._config.parse_special)
+        answer = self._history.last_answer(conversation, self._owner)
+        if answer and answer.index == len(roles) - 1 and self._mode(history, variables or {}) == "preserve":
+            return SavedPrefix(answer.ids, (), answer)
+        return SavedPrefix(request.ids, request.stable_prefixes,
+                           answer if answer and request.ids[:len(answer.ids)] == answer.ids else None)
+
+    def keep_answer(self, key: str, ids: Sequence[int], data: bytes) -> None:
+        """As `History.keep_answer`."""
+        self._history.keep_answer(key, ids, data)
 
     def flush(self) -> None:
         self._history.flush()

@@ -65,6 +65,9 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pin-prompt", action="append", type=_prompt_to_pin, default=[], metavar="FILE",
                         help="a system prompt to prefill at start and to keep in the cache: text, or JSON with "
                              "messages and tools as clients send them; may be repeated")
+    parser.add_argument("--state-dir", type=path_name, metavar="DIR",
+                        help="a directory in which clients may save what the model has read of a prompt, and from "
+                             "which they load it (default: they may not)")
     parser.add_argument("--task", choices=("auto", "chat", "embed", "rerank"), default="auto",
                         help="what MODEL is for; auto: an encoder for its vectors or scores, others for chat (default)")
     parser.add_argument("--embedding-model", action="append", type=text, default=[], metavar="MODEL",
@@ -73,7 +76,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     options.add_template(parser)
     options.add_engine(parser)
     options.add_limits(parser)
-    advanced(parser, "--unix-socket-mode", "--log-text", "--drain-seconds", "--strip-billing-header")
+    advanced(parser, "--unix-socket-mode", "--log-text", "--drain-seconds", "--state-dir",
+             "--strip-billing-header")
 
 
 def _add_connections(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +129,8 @@ def run_serve(args: argparse.Namespace) -> int:
             from deltic.server.app import serve
 
             with _encoders(args, for_chat=True) as encoders:
-                serve(_chat_models(args), host, served_name=args.served_name, encoders=encoders, **settings)
+                serve(_chat_models(args), host, served_name=args.served_name, encoders=encoders,
+                      state_dir=args.state_dir, **settings)
             return 0
         _refuse_chat_options(args)
         from deltic.server.app import serve_encoders
@@ -198,7 +203,7 @@ def _is_for_chat(args: argparse.Namespace) -> bool:
 
 
 def _refuse_chat_options(args: argparse.Namespace) -> None:
-    options.refuse({"--pin-prompt": args.pin_prompt, "--log-text": args.log_text,
+    options.refuse({"--pin-prompt": args.pin_prompt, "--state-dir": args.state_dir, "--log-text": args.log_text,
                     "--chat-template": args.chat_template, "--history": args.history != "preserve",
                     "--strip-billing-header": args.strip_billing_header, "--thinking-budget": args.thinking_budget,
                     "--tool-call-parser": args.tool_call_parser != "auto", "--parse-special": args.parse_special},

@@ -122,6 +122,11 @@ class TierIndex:
         else:
             self._start_scan()
 
+    @property
+    def writes(self) -> list[Future[int]]:
+        """Items that are being written."""
+        return [write.future for write in self._pending]
+
     def prepare(self) -> None:
         """Does at the start what would delay requests later; waits for it."""
         if self._copier:
