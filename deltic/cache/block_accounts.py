@@ -110,31 +110,33 @@ class BlockAccounts:
             self.tree.renumber(moved)
         return slot
 
-    def take_copy(self, pages: PageList, done: int) -> tuple[int, PageList] | None:
-        """Takes a slot, and pages as `share_pages` does; None, and no change, if something is short."""
-        slot = self.take_slot(pages)
-        if slot is None:
-            return None
-        shared = self.share_pages(pages, done)
-        if shared is None:
-            self.slots.release([slot])
-            return None
-        return slot, shared
+    def take_copies(self, pages: PageList, done: int, count: int = 1) -> list[tuple[int, PageList]]:
+        """Takes so many slots, each with pages as `share_pages` takes them; none, and no change, if something is
+        short."""
+        if not self.make_room(count * bool(done % PAGE), slots=count):
+            return []
+        slots = [slot for _ in range(count) if (slot := self.take_slot(pages)) is not None]
+        shared = self.share_pages(pages, done, count) if len(slots) == count else []
+        if not shared:
+            self.slots.release(slots)
+        return [*zip(slots, shared, strict=False)]
 
-    def share_pages(self, pages: Sequence[int], done: int) -> PageList | None:
-        """Adds an owner to the full pages below `done` and copies the partial one; None, and no change, if there is no
-        page for the copy."""
+    def share_pages(self, pages: Sequence[int], done: int, count: int = 1) -> list[PageList]:
+        """Adds `count` owners to the full pages below `done` and copies the partial one for each. Returns the pages of
+        each; none, and no change, if pages for the copies are short."""
         full, rest = divmod(done, PAGE)
-        shared = PageList(pages[:full])
-        self.pages.share(shared)
+        shared = pages[:full]
+        self.pages.share(shared, count)
         if not rest:
-            return shared
-        own = self.own_page(pages[full])
-        if own is None:
-            self.pages.release(shared)
-            return None
-        shared.append(own)
-        return shared
+            return [PageList(shared) for _ in range(count)]
+        self.make_room(count)
+        own = self.pages.take(count) or []
+        for page in own:
+            self.queue.append(CopyPage(pages[full], page))
+        if not own:
+            for _ in range(count):
+                self.pages.release(shared)
+        return [PageList([*shared, page]) for page in own]
 
     def own_page(self, page: int) -> int | None:
         """Takes a copy of a page; None if no page is free."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +49,7 @@ class SequenceCache:
 
     slot: int
     pages: PageList = field(default_factory=PageList)
-    keys: list[int] = field(default_factory=list)
+    keys: MutableSequence[int] = field(default_factory=list)
     done: int = 0
     logits: Any = None
     source: str = ""
@@ -68,7 +68,7 @@ class SequenceCache:
         return known if len(known) == done else known + array("q", self.keys[len(known):done])
 
     @property
-    def tokens(self) -> list[int]:
+    def tokens(self) -> MutableSequence[int]:
         """A copy of the keys of the committed tokens."""
         return self.keys[:self.done]
 
@@ -84,16 +84,22 @@ class SequenceCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheSnapshot:
-    """A position that sequences can return to: keys, pages and a copy of the state. logits: of the last token."""
+    """A position that sequences can return to: keys, which do not change, pages and a copy of the state. logits: of the
+    last token."""
 
     slot: int
     pages: PageList
-    tokens: tuple[int, ...]
+    keys: MutableSequence[int]
     logits: Any = None
 
     @property
+    def tokens(self) -> MutableSequence[int]:
+        """A copy of the keys."""
+        return self.keys[:]
+
+    @property
     def done(self) -> int:
-        return len(self.tokens)
+        return len(self.keys)
 
 
 @dataclass(slots=True, eq=False)

@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deltic.cache.block_accounts import BlockAccounts, StateSlots
@@ -117,11 +117,11 @@ class HybridCache:
             return None
         checkpoint.locks += 1
         roomy = self.accounts.make_room(missing, slots=1)
-        copy = self.accounts.take_copy(path, checkpoint.done) if roomy else None
+        copies = self.accounts.take_copies(path, checkpoint.done) if roomy else []
         checkpoint.locks -= 1
-        if copy is None:
+        if not copies:
             return None
-        slot, own = copy
+        (slot, own), = copies
         self.tree.use(checkpoint)
         self.operations.append(CopySlot(checkpoint.slot, slot))
         cache = SequenceCache(slot, own, done=checkpoint.done, logits=checkpoint.logits, node=checkpoint.node)
@@ -249,16 +249,24 @@ class HybridCache:
 
     # copies
 
-    def fork(self, source: SequenceCache | CacheSnapshot, keys: list[int] | None = None) -> SequenceCache | None:
+    def fork(self, source: SequenceCache | CacheSnapshot, keys: MutableSequence[int] | None = None
+             ) -> SequenceCache | None:
         """Returns a new sequence cache at the source's position; None if pages or slots are short. keys: a list that
         begins with the source's keys; by default a copy of them."""
+        forks = self.forks(source, 1, keys)
+        return forks[0] if forks else None
+
+    def forks(self, source: SequenceCache | CacheSnapshot, count: int, keys: MutableSequence[int] | None = None
+              ) -> list[SequenceCache]:
+        """Returns so many new sequence caches at the source's position; none if pages or slots are short. keys: as in
+        `fork`, of all. The full pages are counted once for all of them."""
         self.accounts.check_owner(source)
-        copy = self.accounts.take_copy(source.pages, source.done)
-        if copy is None:
-            return None
-        slot, pages = copy
-        self.accounts.copy_state(source, slot)
-        return self.accounts.add(SequenceCache(slot, pages, [*source.tokens] if keys is None else keys, source.done))
+        found = list[SequenceCache]()
+        for slot, pages in self.accounts.take_copies(source.pages, source.done, count):
+            self.accounts.copy_state(source, slot)
+            own = source.tokens if keys is None else keys
+            found.append(self.accounts.add(SequenceCache(slot, pages, own, source.done)))
+        return found
 
     def snapshot(self, cache: SequenceCache, logits: Any = None) -> CacheSnapshot | None:
         """Copies the present position; None if pages, slots or room for logits are short."""
@@ -268,7 +276,7 @@ class HybridCache:
         if copy is None:
             return None
         self.accounts.remove(copy)
-        snapshot = self.accounts.add(CacheSnapshot(copy.slot, copy.pages, tuple(copy.tokens), logits))
+        snapshot = self.accounts.add(CacheSnapshot(copy.slot, copy.pages, copy.keys, logits))
         self.tree.keep_logits(self.rows - self._snapshots_with_logits)
         return snapshot
 
@@ -286,13 +294,11 @@ class HybridCache:
             if snapshot.done % PAGE and len(others) >= self.accounts.units.room(self.accounts.held_slots):
                 return False
         self.pages.release(cache.pages)
-        cache.pages, cache.keys = PageList(), []
+        cache.pages, cache.keys = PageList(), cache.keys[:0]
         cache.done = cache.unflushed = 0
         _forget_keys(cache)
         if snapshot is not None:
-            pages = self.accounts.share_pages(snapshot.pages, snapshot.done)
-            assert pages is not None
-            cache.pages, cache.keys = pages, [*snapshot.tokens]
+            (cache.pages,), cache.keys = self.accounts.share_pages(snapshot.pages, snapshot.done), snapshot.tokens
             cache.done = snapshot.done
             self.operations.append(CopySlot(snapshot.slot, cache.slot))
         return True
