@@ -127,16 +127,17 @@ class BlockAccounts:
         full, rest = divmod(done, PAGE)
         shared = pages[:full]
         self.pages.share(shared, count)
-        if not rest:
-            return [PageList(shared) for _ in range(count)]
-        self.make_room(count)
-        own = self.pages.take(count) or []
-        for page in own:
-            self.queue.append(CopyPage(pages[full], page))
-        if not own:
+        self.make_room(count * bool(rest))
+        own = self.pages.take(count * bool(rest))
+        if own is None:
             for _ in range(count):
                 self.pages.release(shared)
-        return [PageList([*shared, page]) for page in own]
+            return []
+        found = [PageList(shared) for _ in range(count)]
+        for each, page in zip(found, own, strict=False):
+            self.queue.append(CopyPage(pages[full], page))
+            each.append(page)
+        return found
 
     def own_page(self, page: int) -> int | None:
         """Takes a copy of a page; None if no page is free."""
