@@ -86,20 +86,21 @@ class BlockAccounts:
             return least
         return room - len({*spared, *(page for owner in owners for page in owner.pages)})
 
-    def make_room(self, pages: int, slots: int = 0) -> bool:
+    def make_room(self, pages: int, slots: int = 0, keeping: bool = False) -> bool:
         """Evicts prefixes until so many pages and slots are free. Returns True if all are. If not even an empty tree
-        leaves them, as many pages as can be are free; with slots, nothing is evicted."""
+        leaves them, as many pages as can be are free; with slots, nothing is evicted. keeping: as in
+        `PrefixTree.evict`."""
         wanted = min(pages, self.attainable(pages, slots))
         if slots and wanted < pages:
             return False
-        while self.units.free_pages(slots) < wanted and self.tree.evict():
+        while self.units.free_pages(slots) < wanted and self.tree.evict(keeping):
             pass
         return self.units.free_pages(slots) >= pages
 
-    def take_slot(self, held: PageList | None = None) -> int | None:
+    def take_slot(self, held: PageList | None = None, keeping: bool = False) -> int | None:
         """Takes a slot, evicting prefixes for it; None if there is none even so. Pages may move for it. held: further
-        pages, whose numbers follow."""
-        if not self.make_room(0, slots=1):
+        pages, whose numbers follow. keeping: as in `PrefixTree.evict`."""
+        if not self.make_room(0, slots=1, keeping=keeping):
             return None
         slot, moved = self.units.take_slot()
         if moved is not None:
@@ -140,8 +141,8 @@ class BlockAccounts:
         return found
 
     def own_page(self, page: int) -> int | None:
-        """Takes a copy of a page; None if no page is free."""
-        self.make_room(1)
+        """Takes a copy of a page for a checkpoint; None if no page is free."""
+        self.make_room(1, keeping=True)
         own = self.pages.take()
         if own is None:
             return None

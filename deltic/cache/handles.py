@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deltic.cache.lineage import Line
 from deltic.cache.radix_tree import Checkpoint, Node
 from deltic.params import PAGE
 
@@ -45,6 +46,8 @@ class SequenceCache:
     unflushed: committed tokens that are in the delta log and not in the state.
     prompt: the first keys once more, as an array that never changes and is quickly sliced.
     node: a node of the tree on the path of the keys.
+    line: the conversation that it belongs to, if known.
+    resumed: the checkpoint where it started, if any.
     """
 
     slot: int
@@ -61,6 +64,8 @@ class SequenceCache:
     unflushed: int = 0
     prompt: array[int] = field(default_factory=lambda: array("q"))
     node: Node | None = None
+    line: Line | None = None
+    resumed: Checkpoint | None = None
 
     def prefix(self, done: int) -> array[int]:
         """Returns the first `done` keys."""
@@ -85,12 +90,13 @@ class SequenceCache:
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheSnapshot:
     """A position that sequences can return to: keys, which do not change, pages and a copy of the state. logits: of the
-    last token."""
+    last token. line: the conversation that it belongs to."""
 
     slot: int
     pages: PageList
     keys: MutableSequence[int]
     logits: Any = None
+    line: Line | None = None
 
     @property
     def tokens(self) -> MutableSequence[int]:
@@ -104,7 +110,10 @@ class CacheSnapshot:
 
 @dataclass(slots=True, eq=False)
 class PreemptedState:
-    """The checkpoints that a preempted sequence would return to, and the number of pages that it had."""
+    """The checkpoints that a preempted sequence would return to, the number of pages that it had, its line, and the
+    checkpoint where it goes on."""
 
     guarded: list[Checkpoint]
     pages: int
+    line: Line | None
+    end: Checkpoint | None = None
