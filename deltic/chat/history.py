@@ -178,8 +178,8 @@ class History:
         try:
             parts = _text_around(whole, len(_BEFORE) - 1)
         except DelticError as error:
-            raise RequestError(f"these messages cannot follow an answer: {str(error).removesuffix(".")}: leave out fork_from and send the "
-                               "whole conversation", "messages") from error
+            raise RequestError("these messages cannot follow an answer; leave out fork_from and send the whole "
+                               f"conversation: {error}", "messages") from error
         if len(parts) != 2:
             raise RequestError("the chat template does not render messages alone: leave out fork_from and send the "
                                "whole conversation", "fork_from")
