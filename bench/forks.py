@@ -35,13 +35,13 @@ def main() -> None:
                       max_context=131_072, memory="3GiB")
     cache, trunk = session.runtime.cache, session._cache
     assert cache.reserve(trunk, tokens) == tokens
-    for pool in session.runtime.pools.shards[0].page_tensors:
+    for pool in cache.pools.shards[0].page_tensors:  # type: ignore[attr-defined]
         pool[:, trunk.pages] = 0
     trunk.keys.extend(place % session.vocab_size for place in range(tokens))
     cache.commit(trunk, tokens)
     session.step(1)
-    _measure("session", cache, tokens, lambda count: partial(session.fork, count), Session.close, args)
-    kept, = cache.forks(trunk, 1)
+    _measure("session", cache, tokens, lambda count: lambda: session.fork(count), Session.close, args)
+    kept, = cache.accounts.forks(trunk, 1)
     cache.release(kept, keep=True)
     _measure("requests", cache, tokens, partial(_prompts, cache, trunk.prefix(trunk.done)), cache.release, args)
 

@@ -462,16 +462,16 @@ class LLM:
             call.close()
 
     def _turn(self, messages: Any, sampling: Any, *, tools: Any = None, thinking: Any = None, variables: Any = None,
-              thinking_budget: Any = None, tool_choice: Any = None, fork_from: Any = None,
-              **more: Any) -> PreparedRequest:
+              thinking_budget: Any = None, tool_choice: Any = None, **more: Any) -> PreparedRequest:
         check_tools(tools)
         salt, processors = as_salt(more.pop("cache_salt", None)), more.pop("logits_processors", None)
+        fork = more.pop("fork_from", None)
         job = self.chat_processor.of(salt).chat(as_messages(messages), as_params(sampling),
                                                 tools=None if tool_choice == "none" else tools,
                                                 answer=AnswerForm(ToolChoice.read(tool_choice), as_format(**more)),
                                                 variables=as_variables(variables, thinking),
                                                 thinking_budget=thinking_budget,
-                                                fork_from=None if fork_from is None else _end_of(fork_from))
+                                                history=None if fork is None else _end_of(fork))
         return _with(job.compiled(), salt, processors)
 
     def _jobs(self, prompts: Any, sampling: Any, on_token: Any, cache_salt: Any = None, logits_processors: Any = None,

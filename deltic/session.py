@@ -287,7 +287,7 @@ class Session:
         while self._left:
             _give_back(cache, self._left.popleft())
         found = list[Session]()
-        for own in cache.forks(self._cache, wanted):
+        for own in cache.accounts.forks(self._cache, wanted):
             session = copy(self)
             session._cache, session._verified = own, None
             finalize(session, self._left.append, own).atexit = False

@@ -15,7 +15,7 @@ from support import numbers, serve
 from torch import Tensor
 
 from deltic.cache.block_accounts import BlockAccounts
-from deltic.cache.handles import SequenceCache
+from deltic.cache.handles import PageList, SequenceCache
 from deltic.cache.manager import HybridCache
 from deltic.cache.radix_tree import Checkpoint
 from deltic.cache.tensors import CachePools

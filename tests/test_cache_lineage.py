@@ -14,8 +14,14 @@ from itertools import count
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from support import examples
 from test_cache_frames import toy_shared
 from test_cache_machine import PHASES, step, toy_cache
@@ -24,7 +30,7 @@ from deltic.cache import lineage
 from deltic.cache.handles import SequenceCache
 from deltic.cache.lineage import Line, Lines
 from deltic.cache.manager import HybridCache
-from deltic.cache.radix_tree import PrefixTree
+from deltic.cache.radix_tree import Checkpoint, PrefixTree
 from deltic.params import PAGE, Lineage
 
 MAIN = Lineage("main")
@@ -190,8 +196,8 @@ def test_branches_never_evict_their_main_line(machine: type[LineageMachine]) -> 
     play(machine, examples(80))
 
 
-def by_worth_alone(tree: PrefixTree, checkpoint: object) -> object:
-    return checkpoint.pinned, checkpoint.guards > 0, checkpoint.likely_resume, tree._worth(checkpoint)  # type: ignore
+def by_worth_alone(tree: PrefixTree, checkpoint: Checkpoint) -> tuple[bool, bool, float]:
+    return checkpoint.guards > 0, checkpoint.likely_resume, tree._worth(checkpoint)
 
 
 @pytest.mark.parametrize("broken", [
@@ -215,7 +221,7 @@ def spoken(cache: HybridCache, tokens: list[int], lineage: Lineage) -> SequenceC
 
 
 def test_what_a_branch_keeps_goes_before_its_main_line() -> None:
-    """Even if it is longer, was used later, and its own branch runs; and among a line's ends the shortest goes first."""
+    """Even if it is longer, was used later, and its own branch runs. Among a line's ends the shortest goes first."""
     cache = toy_cache(20, 6)
     ends = [cache.release(spoken(cache, [number] * length, lineage), keep=True) for number, length, lineage in (
         (1, 20, MAIN), (2, 40, Lineage("agent", "main")), (3, 60, Lineage("agent of the agent", "agent")),

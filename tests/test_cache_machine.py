@@ -231,7 +231,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def forked(self, source: SequenceCache | CacheSnapshot, naive: Naive, count: int) -> None:
         expected = self.fits(naive, count)
-        forks = self.cache.forks(source, count)
+        forks = self.cache.accounts.forks(source, count)
         assert len(forks) == count * expected
         for sequence in forks:
             self.sequences[sequence] = self.copied(naive)

@@ -12,9 +12,9 @@ from pathlib import Path
 from test_house import FILES, ROOT, TREES, imports, room, shown, walk
 
 LINES = {
-    ".": 1900,
-    "cache": 4900,
-    "chat": 6950,
+    ".": 1985,
+    "cache": 5080,
+    "chat": 7000,
     "cli": 4930,
     "config": 1730,
     "embeddings": 2600,
@@ -24,12 +24,12 @@ LINES = {
     "model": 1090,
     "ops": 10430,
     "runner": 3850,
-    "server": 8150,
+    "server": 8260,
     "spec_decode": 1100,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 252
+FILES_AT_MOST = 254
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

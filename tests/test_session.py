@@ -227,7 +227,7 @@ def test_forks_give_their_memory_back() -> None:
     one.prefill(TOKENS[:20])
     cache = one.runtime.cache
     free = cache.slots.free
-    with pytest.raises(RequestError, match="no room for 99 more forks|count must be from 1 to"):
+    with pytest.raises(RequestError, match="count must be from 1 to"):
         one.fork(99)
     for _ in range(3 * cache.slots.size):
         one.fork().step(1)

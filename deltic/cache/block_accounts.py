@@ -20,7 +20,7 @@ Copies are queued: the order of the queue is right although units change hands a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from typing import TypeVar
 
 from deltic.cache.block_pool import BlockPool
@@ -110,6 +110,20 @@ class BlockAccounts:
                 pages.renumber(moved)
             self.tree.renumber(moved)
         return slot
+
+    def forks(self, source: SequenceCache | CacheSnapshot, count: int, keys: MutableSequence[int] | None = None
+              ) -> list[SequenceCache]:
+        """Returns so many new sequence caches at the source's position; none if pages or slots are short. keys: a list
+        that begins with the source's keys; by default each has a copy of them. Shared pages are counted once."""
+        self.check_owner(source)
+        found = list[SequenceCache]()
+        for slot, pages in self.take_copies(source.pages, source.done, count):
+            self.copy_state(source, slot)
+            own = source.tokens if keys is None else keys
+            found.append(self.add(SequenceCache(slot, pages, own, source.done, line=source.line)))
+            if source.line:
+                source.line.enter()
+        return found
 
     def take_copies(self, pages: PageList, done: int, count: int = 1) -> list[tuple[int, PageList]]:
         """Takes so many slots, each with pages as `share_pages` takes them; none, and no change, if something is

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from deltic.cache.radix_tree import Checkpoint
 
 _LEVELS: Final = 4
-"""Branches of branches that are told apart. Deeper ones count as branches of the same line as their parents."""
+"""Levels of branches that are distinguished. Deeper branches count as branches of their parent's trunk."""
 _MOST_ENDS: Final = 4
 """Ends of one line. Beyond it the shortest one is no end any more."""
 _MOST_LINES: Final = 1024
@@ -33,12 +33,12 @@ class Line:
     """
 
     __slots__ = ("active", "depth", "ends", "parent")
+    parent: Line | None
+    depth: int
 
     def __init__(self, parent: Line | None = None) -> None:
-        if parent is not None and parent.depth + 1 == _LEVELS:
-            parent = parent.parent
-        self.parent = parent
-        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.parent = parent.parent if parent is not None and parent.depth + 1 == _LEVELS else parent
+        self.depth = 0 if self.parent is None else self.parent.depth + 1
         self.active = 0
         self.ends: list[Checkpoint] = []
 
@@ -48,7 +48,7 @@ class Line:
         return _LEVELS - self.depth if self.active else 0
 
     def path(self) -> Iterator[Line]:
-        """Yields the line and those that it branches off, up to the main line."""
+        """Yields the line, the one that it branches off, and so on up to the main line."""
         line: Line | None = self
         while line is not None:
             yield line

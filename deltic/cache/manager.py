@@ -81,7 +81,7 @@ class HybridCache:
         return LoadRequest(prompt, known, self.tiers, self.pools.item_validator)
 
     def admit(self, prompt: Sequence[int] = (), min_tokens: int = 0, load: LoadRequest | None = None,
-              allow_end: bool = True, keys: list[int] | None = None, lineage: Line | Lineage = Lineage()
+              allow_end: bool = True, keys: list[int] | None = None, lineage: Line | Lineage | None = None
               ) -> SequenceCache | None:
         """Returns a sequence cache at the deepest position that is kept for `prompt`, or at its start.
 
@@ -95,7 +95,7 @@ class HybridCache:
         match = self.tree.match(prompt, allow_end) if self.reuse else PrefixMatch(None, 0)
         checkpoint = match.checkpoint
         pages = -(-min_tokens // PAGE)
-        line = self.lines.of(lineage, checkpoint) if self.reuse else None
+        line = self.lines.of(lineage or Lineage(), checkpoint) if self.reuse else None
         if line:
             line.enter()
         cache = self._admit_loaded(load, pages, checkpoint.done if checkpoint else 0) if load else None
@@ -263,24 +263,9 @@ class HybridCache:
 
     def fork(self, source: SequenceCache | CacheSnapshot, keys: MutableSequence[int] | None = None
              ) -> SequenceCache | None:
-        """Returns a new sequence cache at the source's position; None if pages or slots are short. keys: a list that
-        begins with the source's keys; by default a copy of them."""
-        forks = self.forks(source, 1, keys)
+        """As `BlockAccounts.forks`, for one fork."""
+        forks = self.accounts.forks(source, 1, keys)
         return forks[0] if forks else None
-
-    def forks(self, source: SequenceCache | CacheSnapshot, count: int, keys: MutableSequence[int] | None = None
-              ) -> list[SequenceCache]:
-        """Returns so many new sequence caches at the source's position; none if pages or slots are short. keys: as in
-        `fork`, of all. The full pages are counted once for all of them."""
-        self.accounts.check_owner(source)
-        found = list[SequenceCache]()
-        for slot, pages in self.accounts.take_copies(source.pages, source.done, count):
-            self.accounts.copy_state(source, slot)
-            own = source.tokens if keys is None else keys
-            found.append(self.accounts.add(SequenceCache(slot, pages, own, source.done, line=source.line)))
-            if source.line:
-                source.line.enter()
-        return found
 
     def snapshot(self, cache: SequenceCache, logits: Any = None) -> CacheSnapshot | None:
         """Copies the present position; None if pages, slots or room for logits are short."""

@@ -112,10 +112,10 @@ class PrefixMatch:
 class PrefixTree:
     """Prefixes by their tokens.
 
-    Pinned checkpoints stay longest, then those where preempted sequences go on, ends of lines with running sequences
-    (of a main line longer than of its branches, and the longest of a line), guarded ones, and those that are likely to
-    be resumed. Among equals the one of the lowest worth goes first (greedy-dual): the tree's age at the last use plus
-    tokens saved per token of memory.
+    Pinned checkpoints stay longest, then ends of preempted sequences, ends of lines with running sequences (of a main
+    line longer than of its branches, and the longest of a line), guarded checkpoints, and likely ones. Among equals the
+    one of the lowest worth goes first (greedy-dual): the tree's age at the last use plus tokens saved per token of
+    memory.
     changes: grows with every checkpoint that comes or goes, and with its logits.
     """
 
@@ -190,8 +190,8 @@ class PrefixTree:
     def supersede(self, tokens: Sequence[int], expected: Collection[int], near: Node | None = None,
                   line: Line | None = None) -> list[Checkpoint]:
         """Notes that a conversation has reached the end of `tokens`: of the checkpoints on the path, only those at the
-        expected positions, those that several prompts resumed at, and the ends of other lines, stay likely to be
-        resumed. Returns those at the expected positions. near: as in `insert`."""
+        expected positions, ends of other lines, and those that several prompts resumed at, stay likely to be resumed.
+        Returns those at the expected positions. near: as in `insert`."""
         found, start = [], self._nearest(near, len(tokens))
         for node, depth, rest in chain(_upward(start), self._walk(tokens, start)):
             if not node.checkpoints or depth < node.depth:
@@ -257,8 +257,8 @@ class PrefixTree:
 
     def evict(self, keeping: bool = False) -> bool:
         """Removes the least valuable checkpoint and the pages that only it needed; False if all are locked. keeping:
-        for another checkpoint, and not for what a sequence cannot run without: then also False if only pinned ones are
-        left, those where preempted sequences go on, and ends of lines with running sequences."""
+        for another checkpoint, and not for what a sequence cannot run without: then also False if only pinned ones,
+        ends of preempted sequences and ends of lines with running sequences are left."""
         victim = min((one for one in self._checkpoints if not one.locks), key=self._order, default=None)
         if victim is None or (keeping and any(self._order(victim)[:3])):
             return False

@@ -173,21 +173,22 @@ class ChatProcessor:
         return own
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
-             answer: AnswerForm = FREE, variables: Mapping[str, Any] | None = None, history: str | None = None,
-             thinking_budget: int | None = None, pictures: Shown | RequestError | None = None,
-             fork_from: AnswerEnd | None = None) -> PreparedRequest:
+             answer: AnswerForm = FREE, variables: Mapping[str, Any] | None = None,
+             history: str | AnswerEnd | None = None, thinking_budget: int | None = None,
+             pictures: Shown | RequestError | None = None) -> PreparedRequest:
         """Prepares the next turn of a conversation; RequestError names a wrong field.
 
         answer: the tools that it may or must call, and the format of its content.
         variables: template variables, such as enable_thinking; also add_generation_prompt and continue_final_message as
             in transformers. Only answers that begin a turn are recorded.
-        history, thinking_budget: in place of the processor's. After so many tokens in think blocks the open block is
-            closed as the template closes one.
+        history: in place of the processor's; or the end of a recorded answer that the messages follow, in place of the
+            conversation so far: its exact tokens are continued.
+        thinking_budget: in place of the processor's. After so many tokens in think blocks the open block is closed as
+            the template closes one.
         pictures: decoded media by field, or the error to raise. Then nothing is fetched, and UnreadImages is raised if
             one is missing.
-        fork_from: the recorded answer that the messages follow, in place of the conversation so far; its exact tokens
-            are continued.
         """
+        fork, history = (history, None) if isinstance(history, AnswerEnd) else (None, history)
         mode = self._mode(history, variables or {})
         budget = self._config.thinking_budget if thinking_budget is None else thinking_budget
         _check(mode, budget, RequestError)
@@ -201,7 +202,7 @@ class ChatProcessor:
                                          parse_special=self._config.parse_special,
                                          cache=self._messages.of(self._owner))
         seen = self._seen(reading, pictures) if reading and reading.parts else []
-        turn = self._branch(conversation, fork_from, opens) if fork_from else self._turn(conversation, mode, opens)
+        turn = self._branch(conversation, fork, opens) if fork else self._turn(conversation, mode, opens)
         form = call_form(self._config.tool_call_parser, template.source)
         grammar = self._grammar(conversation, answer, form)
         router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not answer.calls.parallel,
@@ -212,7 +213,7 @@ class ChatProcessor:
             forced = partial(ThinkingBudget, tokenizer=self.tokenizer, closing=closing, tokens=budget)
         remember = partial(self._history.remember, turn, sampling.stop_token_ids) if opens == "turn" else None
         prepared = _prepare(turn.ids, sampling, router, turn.stable_prefixes, remember, forced)
-        if fork_from:
+        if fork:
             prepared = replace(prepared, request=replace(prepared.request, lineage=Lineage(forks=True)))
         if seen and self._vision:
             prompt, places = with_pictures(turn.ids, seen, self._vision.tower, turn.stable_prefixes)

@@ -356,9 +356,9 @@ def prepare_chat(served: ServedModel, body: ChatRequest, translated: bool = Fals
     choice = ToolChoice.read(body.tool_choice, body.parallel_tool_calls is not False)
     fork = None if body.fork_from is None else served.forks.find(body.fork_from, served.name, served.owner)
     prepared = processor.chat(
-        messages, body.sampling(served.limits), tools=tools, history=body.history,
+        messages, body.sampling(served.limits), tools=tools, history=fork or body.history,
         variables=body.variables(partial(processor.knows, tools=tools)), thinking_budget=body.thinking_budget,
-        pictures=served.pictures, answer=AnswerForm(choice, body.output_format()), fork_from=fork)
+        pictures=served.pictures, answer=AnswerForm(choice, body.output_format()))
     prepared = _truncated(served, body, prepared)
     _check_scores(served, [prepared])
     if not translated:

@@ -113,7 +113,7 @@ class RequestRecord:
     """Frees its model at the end."""
     spell: Callable[[Sequence[int]], str] | None = None
     """Decodes tokens, if the log is to have texts."""
-    lineage: Lineage = Lineage()
+    lineage: Lineage = field(default_factory=Lineage)
     """The session that the client names."""
 
     @property
