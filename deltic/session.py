@@ -6,7 +6,7 @@ import os
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -101,6 +101,7 @@ class Session:
         assert cache is not None and scratch is not None
         cache.keys = array("q")  # quickly copied
         self._cache: SequenceCache = cache
+        self._shares_keys = False  # with the session that it was forked from: copied before it changes them
         # what follows belongs to all forks
         self._scratch: SequenceCache = scratch
         self._shifts = dict[int, int]()  # of snapshots by slot
@@ -236,7 +237,7 @@ class Session:
             raise RequestError("there is nothing to accept: call verify right before", "count")
         count = _checked_count(count, 0, len(row.tokens))
         cache, sequence_cache = self.runtime.cache, self._cache
-        sequence_cache.keys.extend(row.tokens[:count])
+        self._append_keys(row.tokens[:count])
         cache.commit(sequence_cache, count, base_after(row))
         if self.runtime.mtp_runner and count:
             self.runtime.mtp_runner.settle(sequence_cache.slot, count - 1)
@@ -287,9 +288,9 @@ class Session:
         while self._left:
             _give_back(cache, self._left.popleft())
         found = list[Session]()
-        for own in cache.accounts.forks(self._cache, wanted):
+        for own in cache.accounts.forks(self._cache, wanted, self._cache.keys):
             session = copy(self)
-            session._cache, session._verified = own, None
+            session._cache, session._verified, session._shares_keys = own, None, True
             finalize(session, self._left.append, own).atexit = False
             found.append(session)
         if not found:
@@ -409,12 +410,17 @@ class Session:
             _check_health(parts[-1])
             row = replace(row, slot=scratch.slot, base=None)
         cache.states.swap(sequence_cache, scratch)
-        sequence_cache.keys.extend((prompt and prompt.keys) or tokens)
+        self._append_keys((prompt and prompt.keys) or tokens)
         if self.runtime.mtp_runner:
             self.runtime.mtp_runner.see(tokens)
         cache.commit(sequence_cache, len(tokens))
         self._shift += prompt.offset if prompt else 0
         return torch.cat(parts) if all_logits else parts[-1]
+
+    def _append_keys(self, keys: Iterable[int]) -> None:
+        if self._shares_keys:
+            self._cache.keys, self._shares_keys = self._cache.tokens, False
+        self._cache.keys.extend(keys)
 
     def _batch(self, row: PlannedRow, all_logits: bool = False, rows: dict[str, Tensor] | None = None) -> Batch:
         self.runtime.cache.operations.flush()

@@ -192,6 +192,9 @@ def test_forks_go_on_from_where_they_were_made(expected: Tensor) -> None:
     close(again.prefill(TOKENS[21:50], all_logits=True), expected[21:50])
     close(first.fork().step(TOKENS[0]), first.step(TOKENS[0]))
     assert (one.position, first.position, second.position, again.position) == (60, 52, 22, 50)
+    for session_, tokens in ((one, TOKENS[:60]), (first, [*TOKENS[:21], *numbers(3, 30, 509), TOKENS[0]]),
+                             (second, TOKENS[:22]), (again, TOKENS[:50])):
+        assert list(session_._cache.tokens) == list(tokens)
     one.runtime.cache.check()
 
 
