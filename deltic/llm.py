@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
 from deltic.cache.offload.state_manifest import SavedState
-from deltic.chat.choices import AnswerAssembler, ChatOutput, Choice
+from deltic.chat.choices import AnswerAssembler, ChatOutput, Choice, answer_end
 from deltic.chat.json_schema import Bounds
 from deltic.chat.output_router import Delta
 from deltic.chat.processor import ChatConfig, ChatProcessor, PreparedRequest, bare_job, prompt_bound, read_template
@@ -83,6 +83,9 @@ class ChatOptions(FormatOptions, total=False):
     thinking: the template variable enable_thinking.
     thinking_budget: tokens after which an open think block is closed for the model; 0 closes it at once.
     tool_choice: "none", "auto", "required", or a function by name, as OpenAI writes it.
+    fork_from: an earlier output, or one of its choices, that the messages follow, in place of the conversation so far.
+        Its exact tokens are continued, so that only the messages are prefilled; any number of branches may begin there.
+        Give the tools again if there are any.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -90,9 +93,11 @@ class ChatOptions(FormatOptions, total=False):
     thinking: bool | None
     variables: Mapping[str, Any] | None
     thinking_budget: int | None
+    fork_from: ChatOutput | Choice | None
 
 
 _CHAT = ("messages", "sampling", *ChatOptions.__annotations__)
+_FORK = ("output", "branches", *_CHAT[1:-1])
 _GENERATE = ("prompts", "sampling", "on_token", *FormatOptions.__annotations__)
 _GENERATE_STREAM = ("prompt", "sampling", *FormatOptions.__annotations__)
 
@@ -139,7 +144,7 @@ class _Generation:
         pieces = self.answers.take(events)
         for piece in pieces:
             if piece.remember:
-                piece.remember()
+                self.answers.set_end(piece.number, piece.remember())
         return [delta._replace(index=piece.number) if piece.number else delta
                 for piece in pieces for delta in piece.deltas]
 
@@ -327,6 +332,17 @@ class LLM:
         output, = self._gather([self._turn(messages, sampling, **options)])
         return output.sound()
 
+    def fork(self, output: ChatOutput | Choice, branches: Sequence[Any], sampling: SamplingParams = SamplingParams(),
+             **options: Unpack[ChatOptions]) -> list[ChatOutput]:
+        """Continue an earlier output in several ways at once: each branch is what `chat` takes as messages, with
+        `fork_from=output`. The branches share the conversation's K/V and have a state each."""
+        check_options("fork", options, _FORK)
+        if isinstance(branches, str) or not isinstance(branches, Sequence) or not branches:
+            raise RequestError(f"branches must be a list of messages or texts, one for each, not {show(branches)}",
+                               "branches")
+        jobs = [self._turn(branch, sampling, **{**options, "fork_from": output}) for branch in branches]
+        return [found.sound() for found in self._gather(jobs)]
+
     async def achat(self, messages: Any, sampling: SamplingParams = SamplingParams(),
                     **options: Unpack[ChatOptions]) -> ChatOutput:
         """As `chat`, for asyncio. Cancelling it aborts the request."""
@@ -397,8 +413,7 @@ class LLM:
         check_options("save_state", options, ("prompt", "directory", "name", *ChatOptions.__annotations__))
         job, answer = self._saved_prefix(prompt, **options)
         if not self.states.keeps(self.worker, job.request):
-            output, = self._gather([job])
-            output.sound()
+            self._gather([job])[0].sound()
         return self.states.save(self.worker, job.request, directory, name, answer)
 
     def load_state(self, directory: str | Path, state: str | None = None, cache_salt: str | None = None) -> SavedState:
@@ -481,11 +496,13 @@ class LLM:
               thinking_budget: Any = None, tool_choice: Any = None, **more: Any) -> PreparedRequest:
         check_tools(tools)
         salt, processors = as_salt(more.pop("cache_salt", None)), more.pop("logits_processors", None)
+        fork = more.pop("fork_from", None)
         job = self.chat_processor.of(salt).chat(as_messages(messages), as_params(sampling),
                                                 tools=None if tool_choice == "none" else tools,
                                                 answer=AnswerForm(ToolChoice.read(tool_choice), as_format(**more)),
                                                 variables=as_variables(variables, thinking),
-                                                thinking_budget=thinking_budget)
+                                                thinking_budget=thinking_budget,
+                                                history=None if fork is None else answer_end(fork))
         return _with(job.compiled(), salt, processors)
 
     def _jobs(self, prompts: Any, sampling: Any, on_token: Any, cache_salt: Any = None, logits_processors: Any = None,

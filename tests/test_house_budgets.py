@@ -12,24 +12,24 @@ from pathlib import Path
 from test_house import FILES, ROOT, TREES, imports, room, shown, walk
 
 LINES = {
-    ".": 1960,
-    "cache": 5640,
-    "chat": 6990,
+    ".": 2040,
+    "cache": 5830,
+    "chat": 7075,
     "cli": 5080,
     "config": 1730,
     "embeddings": 2600,
-    "engine": 3640,
+    "engine": 3670,
     "export": 3950,
     "loader": 6150,
     "model": 1090,
     "ops": 10430,
     "runner": 3890,
-    "server": 8330,
+    "server": 8450,
     "spec_decode": 1100,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 259
+FILES_AT_MOST = 261
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

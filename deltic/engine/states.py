@@ -34,7 +34,7 @@ from deltic.cache.operations import StoreItem
 from deltic.cache.radix_tree import Checkpoint
 from deltic.cache.tensors import STATE_LAYOUT
 from deltic.config import EngineConfig
-from deltic.errors import ConfigError
+from deltic.errors import ConfigError, RequestError
 from deltic.params import PAGE, EngineRequest
 from deltic.runner.model_runner import Model, ModelRunner
 
@@ -92,8 +92,27 @@ class StateFiles:
             self._model = self._model or _state_model(self._runtime)
         return self._model
 
-    def write(self, directory: str | Path, parts: Sequence[PrefixPart], name: str) -> SavedState:
-        return write_state(StateDirectory(directory), self.model, parts, name)
+    def save_sequence(self, owner: SequenceCache, directory: str | Path, name: str) -> SavedState:
+        """Saves all tokens of a sequence of which no step is in flight."""
+        cache, model = self._runtime.cache, self.model  # raises before anything is copied
+        if owner.unflushed:
+            cache.states.flush(owner)
+        here = KeptPosition(owner.done, tuple(owner.pages[:-(-owner.done // PAGE)]), owner.slot)
+        parts = copy_out(cache, array("q", owner.tokens), [here])
+        cache.operations.flush()
+        return write_state(StateDirectory(directory), model, parts.on_host(), name)
+
+    def load_sequence(self, directory: str | Path, id: str | None) -> tuple[SequenceCache, SavedState]:
+        """Returns a sequence at the end of a saved prefix, without checkpoints. Raises RequestError if there is no
+        room."""
+        prefixes, saved, _ = self.read(directory, id)
+        cache, owner = self._runtime.cache, copy_in(self._runtime.cache, prefixes[-1], prefixes[-1].tokens)
+        if owner is None:
+            raise RequestError("no room for the saved state: drop snapshots, or raise max_batch or memory")
+        cache.operations.flush()
+        cache.slots.release(owner.checkpoint_slots.values())
+        owner.checkpoint_slots = {}
+        return owner, saved
 
     def read(self, directory: str | Path, id: str | None
              ) -> tuple[list[LoadedPrefix], SavedState, SavedAnswer | None]:

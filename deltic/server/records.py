@@ -27,6 +27,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deltic.config import Limits
 from deltic.engine.fair_executor import FairExecutor
 from deltic.errors import ConfigError, QuotaError, RequestError
+from deltic.params import Lineage
+from deltic.server.forks import lineage_of
 from deltic.server.http import Outbox, dump
 
 if TYPE_CHECKING:
@@ -111,6 +113,8 @@ class RequestRecord:
     """Frees its model at the end."""
     spell: Callable[[Sequence[int]], str] | None = None
     """Decodes tokens, if the log is to have texts."""
+    lineage: Lineage = field(default_factory=Lineage)
+    """The session that the client names."""
 
     @property
     def client_id(self) -> str:
@@ -160,7 +164,7 @@ class ActiveRequests:
         given = headers.get(ID_HEADERS[0].encode(), b"").decode("latin-1")
         id = given if _IDS.fullmatch(given) else "req_" + uuid.uuid4().hex
         record = RequestRecord(id, sender[0] if sender else "", scope["method"], scope["path"][:_LONGEST_PATH],
-                               self.executors)
+                               self.executors, lineage=lineage_of(headers))
         scope.setdefault("state", {})["record"] = record
         self._live[record] = None
         return record
