@@ -16,6 +16,7 @@ LINES = {
     "cache": 4900,
     "chat": 6950,
     "cli": 4930,
+    "cluster": 1200,
     "config": 1730,
     "embeddings": 2600,
     "engine": 3400,
@@ -29,7 +30,7 @@ LINES = {
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 252
+FILES_AT_MOST = 262
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

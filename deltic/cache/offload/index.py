@@ -139,6 +139,11 @@ class TierIndex:
                  and (entry.done < len(tokens) or entry.state.kind == "final")]
         return found[-1] if found else None
 
+    def holds(self, key: str) -> bool:
+        """Returns True if it has the state of a prefix. Thread-safe."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.state is not None
+
     def offer(self, source: PrefixSource) -> None:
         """Stores a prefix if that saves more than a page; returns at once."""
         self._settle()
