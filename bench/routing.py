@@ -210,8 +210,9 @@ class Simulation:
             replica = self.replicas[self.names[conversation.system * 7919 % len(self.names)]]
         reused, first, last = replica.serve(now, conversation, boundaries, new, self.systems, answer)
         self.best += self.ideal.resume(conversation, self.systems)
-        self.ideal.keep(conversation.system, self.systems[conversation.system], self.systems[conversation.system])
-        self.ideal.keep(-1 - conversation.number, sent + answer, sent + answer - self.systems[conversation.system] + SLOT)
+        system = self.systems[conversation.system]
+        self.ideal.keep(conversation.system, system, system + SLOT)
+        self.ideal.keep(-1 - conversation.number, sent + answer, sent + answer - system + SLOT)
         self.prompts += sent
         self.reused += reused
         self.turns += 1

@@ -1,4 +1,4 @@
-"""What a replica reports to routers: the boundaries of requests at which it can resume, and the seconds that each saves.
+"""What a replica reports to routers: boundaries of requests at which it can resume, and the seconds that each saves.
 
 A prefix of 8,000 tokens whose deepest state lies at 1,200 saves 1,200 tokens, so the states count and not the tokens
 that match. `learn` connects the boundaries of a finished request with the states on its path. `report` looks which of

@@ -1,12 +1,12 @@
-"""Chooses the replica of a request: the seconds that its states save, against the seconds of its queue. No torch, no Ray.
+"""Chooses the replica of a request: the seconds that its states save, against the seconds of its queue. No torch.
 
     score = seconds saved by the deepest state that the request can resume from
           - seconds of work that wait on the replica
           - a part of the work that it has got beyond its share
 
 Candidates are the holders of the request's deepest known boundaries and the replicas with the least work, so a
-decision costs the same with 10 replicas as with 1,000. Until a replica reports, the router assumes that it keeps what it
-was sent.
+decision costs the same with 10 replicas as with 1,000. Until a replica reports, the router assumes that it keeps what
+it was sent.
 """
 
 from __future__ import annotations
@@ -255,8 +255,11 @@ class StateRouter:
                 break
         return found
 
+    def least_busy(self) -> list[str]:
+        """Returns the names of some replicas with the least work."""
+        return [self._numbers[number].name for number in self._least_busy()]
+
     def _least_busy(self) -> list[int]:
-        """Returns the numbers of some replicas with the least work."""
         found: list[tuple[float, int]] = []
         while self._heap and len(found) < _LEAST:
             entry = heapq.heappop(self._heap)
