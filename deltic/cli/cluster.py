@@ -79,9 +79,9 @@ def plan_of(args: argparse.Namespace, keys: Keys, hosts: Any, spread: bool = Fal
     threads = config.threads
     if spread and threads is None and not config.on_gpu and isinstance(args.replicas, int):
         threads = own.engine_threads = max(available_cores() // args.replicas, 1)
-    return ReplicaPlan(open_replica, (own, dict(keys), tuple(hosts)), args.replicas,
-                       cpus=1.0 if config.on_gpu else float(threads or 1), gpus=float(bool(config.on_gpu)) * config.shards,
-                       drain_seconds=args.drain_seconds)
+    gpus = config.shards if config.on_gpu else 0
+    return ReplicaPlan(open_replica, (own, dict(keys), tuple(hosts)), args.replicas, cpus=1 if gpus else threads or 1,
+                       gpus=gpus, drain_seconds=args.drain_seconds)
 
 
 def open_replica(parts: tuple[argparse.Namespace, dict[str, str | None], tuple[str, ...]]) -> OpenedReplica:

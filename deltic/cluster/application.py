@@ -71,11 +71,12 @@ def replicas_of(plan: ReplicaPlan) -> Application:
     from deltic.cluster.replica import Replica
 
     router = {"request_router_class": plan.router} if plan.router else {}
+    routing = RequestRouterConfig(**router, request_routing_stats_period_s=_REPORT_SECONDS)
     deployment = serve.deployment(
         Replica, name="replica", num_replicas=plan.replicas, max_ongoing_requests=_UNBOUNDED,
         graceful_shutdown_timeout_s=plan.drain_seconds, health_check_period_s=2.0, health_check_timeout_s=30.0,
         ray_actor_options={"num_cpus": plan.cpus, "num_gpus": plan.gpus},
-        logging_config=_quiet(), request_router_config=RequestRouterConfig(**router, request_routing_stats_period_s=_REPORT_SECONDS))
+        logging_config=_quiet(), request_router_config=routing)
     return deployment.bind(plan.opener, plan.options)  # type: ignore[no-any-return]
 
 

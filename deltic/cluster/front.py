@@ -1,8 +1,8 @@
 """The front of several replicas: an ASGI application that passes requests on to them through a handle of Ray Serve.
 
 It reads the body for the boundaries by which the router chooses, and passes head and body on as they are: paths,
-fields, keys and errors are those of the application in the replica. A request whose replica is lost before the response has
-begun goes to another one; later its client gets an error that asks it to try again.
+fields, keys and errors are those of the application in the replica. A request whose replica is lost before the response
+has begun goes to another one; later its client gets an error that asks it to try again.
 """
 
 from __future__ import annotations

@@ -115,12 +115,15 @@ class _Call:
             self.response = message.get("body", b"")[:4096]
         self.messages.put_nowait(message)
 
-    async def batch(self) -> list[Message]:
-        """Returns the messages that have come, at least one; none at the end."""
-        found = [await self.messages.get()]
-        while not self.messages.empty():
-            found.append(self.messages.get_nowait())
-        return [message for message in found if message is not None]
+    async def batches(self) -> AsyncIterator[list[Message]]:
+        """Yields the messages that have come meanwhile."""
+        ended = False
+        while not ended:
+            found = [await self.messages.get()]
+            while not self.messages.empty():
+                found.append(self.messages.get_nowait())
+            ended = found[-1] is None
+            yield [message for message in found if message is not None]
 
 
 class Replica:
@@ -148,7 +151,7 @@ class Replica:
                         **head, "state": state, "extensions": {}}
         task = asyncio.create_task(self._run(scope, call))
         try:
-            while messages := await call.batch():
+            async for messages in call.batches():
                 yield messages
             await task
         finally:
