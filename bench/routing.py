@@ -1,13 +1,13 @@
-"""The router in a simulated cluster: reuse against one cache with the memory of all, balance, and what a decision costs.
+"""The router in a simulated cluster: reuse against one cache with the memory of all, balance, the cost of a decision.
 
     python bench/routing.py                                    # 10, 100 and 1,000 replicas, 20,000 conversations
     python bench/routing.py --conversations 1000000 --record   # an hour of one core
     python bench/routing.py --replicas 10 --policy two-choices
 
 The router is the real one (deltic.cluster.router); the clock, the replicas and their caches are simulated. A replica
-computes one prompt after another and keeps the states that were used last: one for each conversation, one for each system
-prompt. Numbers of turns and lengths of messages have heavy tails. Every turn is also looked up in a cache with the memory
-of all replicas, which is the ideal.
+computes one prompt after another and keeps the states that were used last: one for each conversation, one for each
+system prompt. Numbers of turns and lengths of messages have heavy tails. Every turn is also looked up in a cache with
+the memory of all replicas, which is the ideal.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class ReplicaPlan:
     cpus: float = 1.0
     gpus: float = 0.0
     drain_seconds: float = 30.0
-    router: str = _ROUTER
+    router: str | type = _ROUTER
 
 
 def check_ray() -> None:
