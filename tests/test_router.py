@@ -126,6 +126,16 @@ def test_a_boundary_saves_what_its_deepest_state_saves() -> None:
     assert seconds_of(states.report(SPEED, 0.01)) == pytest.approx(found)
 
 
+def test_the_end_of_the_system_prompt_is_known_exactly() -> None:
+    """A boundary's characters only estimate its tokens: the system prompt's may be much shorter than others."""
+    cache, states = reachable()
+    tokens = conversation(cache, range(200), [7] * 5, system=96)
+    states.learn(Boundaries((1, 2, 3), (250, 300, 1000), 300), tokens, 200, system=96)
+    assert seconds_of(states.report(SPEED, 0.01)) == pytest.approx({2: 0.96, 3: 2.04})
+    assert boundaries_of(chat("be brief", "hello")).system == 8
+    assert boundaries_of({"system": "be brief", "messages": [{"role": "user", "content": "hello"}]}).system == 12
+
+
 def test_evicted_states_are_reported_as_gone_and_tiers_count() -> None:
     tier = Tier()
     cache, states = reachable([tier])

@@ -27,16 +27,19 @@ _FIRST, _LAST = 64, 192
 """Boundaries that are kept of a request with more: those of a shared beginning, and those of the last turns."""
 _HEAD: Final = ("model", "tools", "system", "instructions", "chat_template_kwargs", "history", "functions")
 """Fields that templates render before the messages."""
+_SYSTEM: Final = ("tools", "system", "instructions")
 _BODIES: Final = ("messages", "input", "prompt")
 _SECRETS: Final = ("authorization", "x-api-key")
 
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """keys: of the boundaries of a request, the first one first. sizes: characters up to each."""
+    """keys: of the boundaries of a request, the first one first. sizes: characters up to each. system: characters of
+    the system prompt and the tools."""
 
     keys: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
+    system: int = 0
 
     @property
     def size(self) -> int:
@@ -55,14 +58,17 @@ def boundaries_of(body: Any, headers: Mapping[str, str] = {}) -> Boundaries:
     if isinstance(previous, str):
         chain.restart(response_key(previous))
     head = [body[name] for name in _HEAD if name in body and not (previous and name == "instructions")]
-    chain.text(_canonical(head))
     if head:
+        chain.text(_canonical(head))
         chain.bound()
     content = next((body[name] for name in _BODIES if name in body), None)
+    system = chain.size if any(body.get(name) for name in _SYSTEM) else 0
     for part in _parts(content):
         chain.part(part)
         chain.bound()
-    return chain.boundaries()
+        if isinstance(part, Mapping) and part.get("role") in ("system", "developer") and len(chain.keys) < _FIRST:
+            system = chain.size
+    return chain.boundaries(system)
 
 
 def response_key(id: str) -> int:
@@ -85,8 +91,8 @@ class _Chain:
 
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=KEY_BYTES)
-        self._size = 0
-        self._keys: list[int] = []
+        self.size = 0
+        self.keys: list[int] = []
         self._sizes: list[int] = []
 
     def add(self, *texts: str) -> None:
@@ -96,7 +102,7 @@ class _Chain:
     def restart(self, key: int) -> None:
         """Begins where a stored response ends. Its id is known to one client only, whichever key that sends."""
         self._hash = blake2b(key.to_bytes(KEY_BYTES), digest_size=KEY_BYTES)
-        self._keys, self._sizes = [key], [0]
+        self.keys, self._sizes = [key], [0]
 
     def text(self, text: str) -> None:
         """Adds a text, with boundaries within a long one."""
@@ -105,7 +111,7 @@ class _Chain:
                 self.bound()
             piece = text[start:start + _SPACING]
             self.add(piece)
-            self._size += len(piece)
+            self.size += len(piece)
 
     def part(self, part: Any) -> None:
         content = part.get("content") if isinstance(part, Mapping) else None
@@ -118,14 +124,14 @@ class _Chain:
             self.text(_canonical(part))
 
     def bound(self) -> None:
-        self._keys.append(int.from_bytes(self._hash.digest()))
-        self._sizes.append(self._size)
+        self.keys.append(int.from_bytes(self._hash.digest()))
+        self._sizes.append(self.size)
 
-    def boundaries(self) -> Boundaries:
-        keys, sizes = self._keys, self._sizes
+    def boundaries(self, system: int) -> Boundaries:
+        keys, sizes = self.keys, self._sizes
         if len(keys) > _FIRST + _LAST:
             keys, sizes = [*keys[:_FIRST], *keys[-_LAST:]], [*sizes[:_FIRST], *sizes[-_LAST:]]
-        return Boundaries(tuple(keys), tuple(sizes))
+        return Boundaries(tuple(keys), tuple(sizes), system)
 
 
 def _canonical(value: Any) -> str:

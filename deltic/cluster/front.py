@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from starlette.routing import Mount
 from starlette.types import Message, Receive, Scope, Send
 
 from deltic.cluster.boundaries import Boundaries, boundaries_of
+from deltic.cluster.gather import first_found, merged_lists, merged_metrics
 from deltic.config import Limits
 from deltic.errors import BusyError, DelticError
 from deltic.server.body import BodyReader, read_json
@@ -43,7 +43,6 @@ _PAUSE: Final = 0.25
 _PATIENCE: Final = 5.0
 """Seconds in which all replicas answer what concerns all of them."""
 _GONE: Final = "the replica that answered is gone: send the request again"
-_SAMPLE: Final = re.compile(r"(\w+)(?:{(.*)})? (\S+)")
 LOST: Final = (RayActorError, DeploymentUnavailableError)
 
 
@@ -198,36 +197,6 @@ def _noted(message: Message, response: _Response) -> Message:
         return {**message, "headers": headers}
     response.complete = not message.get("more_body", False)
     return message
-
-
-def merged_metrics(pages: Mapping[str, bytes]) -> bytes:
-    """Returns the pages of all replicas as one, with the replica in a label of each sample."""
-    heads: dict[str, list[str]] = {}
-    samples: dict[str, list[str]] = {}
-    for replica, page in pages.items():
-        family = ""
-        for line in page.decode().splitlines():
-            if line.startswith("# HELP "):
-                family = line.split(" ", 3)[2]
-                heads.setdefault(family, [])
-            if line.startswith("#"):
-                if line not in heads[family] and len(heads[family]) < 2:
-                    heads[family].append(line)
-            elif found := _SAMPLE.fullmatch(line):
-                labels = ",".join(filter(None, (f'replica="{replica}"', found[2])))
-                samples.setdefault(family, []).append(f"{found[1]}{{{labels}}} {found[3]}")
-    lines = [line for family, own in heads.items() for line in (*own, *samples.get(family, ()))]
-    return "".join(f"{line}\n" for line in lines).encode()
-
-
-def merged_lists(pages: Mapping[str, bytes]) -> bytes:
-    """Returns lists of objects as one."""
-    data = [each for page in pages.values() for each in read_json(page, 1 << 20)["data"]]
-    return dump({"object": "list", "data": data})
-
-
-def first_found(pages: Mapping[str, bytes]) -> bytes:
-    return next(iter(pages.values()))
 
 
 def front_app(handle: DeploymentHandle, limits: Limits) -> Starlette:

@@ -26,7 +26,7 @@ _CHANGES, _REPEATED = 512, 512
 missed a report, has all of them after MOST_KEYS / 512 reports."""
 _STATES: Final = 2
 """States by boundary: if the deepest is evicted, the next one counts."""
-_SLACK, _SLACK_TOKENS = 1.02, 64
+_SLACK, _SLACK_TOKENS = 1.02, 16
 """A boundary's position is estimated from its characters: a state may lie so much behind the estimate."""
 _TIER_SHARE: Final = 0.9
 """Part of the seconds that a state in a tier saves: loading takes a few percent of computing (docs/cache.md)."""
@@ -84,10 +84,11 @@ class ReachableStates:
         self._changes: deque[tuple[int, float]] = deque(maxlen=_CHANGES)
         self._changed = self._place = 0
 
-    def learn(self, boundaries: Boundaries, tokens: array[int], prompt: int) -> None:
+    def learn(self, boundaries: Boundaries, tokens: array[int], prompt: int, system: int = 0) -> None:
         """Notes the states on the path of a finished request. Must be called where the tree may be read.
 
-        tokens: keys of its prompt of so many tokens, and of its answer."""
+        tokens: keys of its prompt of so many tokens, and of its answer. system: tokens of the system prompt and the
+        tools, if known."""
         path = [*_path(self._tree.match(tokens).checkpoint)]
         if not path or not boundaries.keys:
             return
@@ -97,7 +98,7 @@ class ReachableStates:
         found: dict[int, tuple[_State, ...]] = {}
         for key, size in zip(boundaries.keys, boundaries.sizes, strict=True):
             last = key == boundaries.keys[-1]
-            limit = len(tokens) if last else _SLACK * prompt * size / max(boundaries.size, 1) + _SLACK_TOKENS
+            limit = len(tokens) if last else _position(boundaries, size, prompt, system)
             reached = bisect_right(positions, limit)
             if reached:
                 found[key] = tuple(states[max(reached - _STATES, 0):reached][::-1])
@@ -159,6 +160,18 @@ class ReachableStates:
         entries = [*self._changes, *repeated]
         return ReachableReport(load, self._changed - len(self._changes), len(self._changes),
                                array("Q", [key for key, _ in entries]), array("f", [value for _, value in entries]))
+
+
+def _position(boundaries: Boundaries, size: int, prompt: int, system: int) -> float:
+    """Returns the tokens up to which a state may belong to a boundary after so many characters."""
+    head = boundaries.system if 0 < system < prompt and boundaries.system < boundaries.size else 0
+    if size == head:
+        return system
+    if size < head:
+        return system * size / head
+    rest = prompt - system if head else prompt
+    share = (size - head) / max(boundaries.size - head, 1)
+    return (system if head else 0) + _SLACK * rest * share + _SLACK_TOKENS
 
 
 def _path(checkpoint: Checkpoint | None) -> list[Checkpoint]:

@@ -14,7 +14,7 @@ import asyncio
 import re
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from statistics import median
@@ -139,8 +139,9 @@ class Replica:
             self._states = ReachableStates(cache.tree, cache.tiers)
             self._meter = LoadMeter(worker.engine)
             app.state.records.observe = self._observe
-        self._lifespan: AbstractAsyncContextManager[Any] = app.router.lifespan_context(app)
-        await self._lifespan.__aenter__()
+        lifespan = app.router.lifespan_context(app)
+        await lifespan.__aenter__()
+        self._lifespan: AbstractAsyncContextManager[Any] | None = lifespan
 
     async def request(self, head: Mapping[str, Any], body: bytes, boundaries: Boundaries
                       ) -> AsyncIterator[list[Message]]:
@@ -179,7 +180,7 @@ class Replica:
         def learn() -> None:
             tokens = worker.engine.keys_of(request)
             tokens.extend(answer)
-            states.learn(boundaries, tokens, prompt)
+            states.learn(boundaries, tokens, prompt, min(request.stable_prefixes, default=0))
             if found:
                 states.learn_end(response_key(found[1].decode("latin-1")), boundaries)
 
@@ -195,14 +196,14 @@ class Replica:
 
     # what Serve calls
 
-    def record_routing_stats(self) -> dict[str, Any]:
+    async def record_routing_stats(self) -> dict[str, Any]:
         """Returns the report for routers, in plain types: the controller that passes it on need not have deltic."""
         if self._states is None:
             return {}
         load = self._meter.read(self._opened.app.state.engine)
         return packed(self._states.report(load, self._meter.token))
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Raises an exception if the engine makes no progress: Serve replaces the replica."""
         engine = self._opened.app.state.engine if self._opened.worker else None
         if engine and (fault := engine.health().fault):
@@ -212,11 +213,14 @@ class Replica:
         """Returns what must be equal for all replicas, and where this one is."""
         return {"identity": self._opened.identity, "node": _node()}
 
-    async def __del__(self) -> None:
-        """Serve awaits this method once all requests have ended."""
-        if hasattr(self, "_lifespan"):
-            await self._lifespan.__aexit__(None, None, None)
-            await asyncio.to_thread(self._opened.close)
+    def __del__(self) -> Awaitable[None] | None:
+        """Serve awaits the result once all requests have ended. Python calls it again, for nothing."""
+        lifespan, self._lifespan = getattr(self, "_lifespan", None), None
+        return self._end(lifespan) if lifespan else None
+
+    async def _end(self, lifespan: AbstractAsyncContextManager[Any]) -> None:
+        await lifespan.__aexit__(None, None, None)
+        await asyncio.to_thread(self._opened.close)
 
 
 def packed(report: ReachableReport) -> dict[str, Any]:
