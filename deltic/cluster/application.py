@@ -32,6 +32,8 @@ _ROUTER: Final = "deltic.cluster.serve_router.StateAwareRouter"
 _REPORT_SECONDS: Final = 1.0
 _UNBOUNDED: Final = 100_000
 """Requests that Serve lets a replica have: its own limits refuse what is too much, with the errors of one machine."""
+_TARGET, _MOST_REPLICAS = 16, 100
+"""Requests of a replica that autoscaling aims at, and the most replicas, unless a file of `serve deploy` says more."""
 _SHUTDOWN_SECONDS: Final = 15.0
 
 
@@ -72,12 +74,16 @@ def replicas_of(plan: ReplicaPlan) -> Application:
 
     router = {"request_router_class": plan.router} if plan.router else {}
     routing = RequestRouterConfig(**router, request_routing_stats_period_s=_REPORT_SECONDS)
+    count: dict[str, Any] = {"num_replicas": plan.replicas}
+    if plan.replicas == "auto":
+        count["autoscaling_config"] = {"min_replicas": 1, "max_replicas": _MOST_REPLICAS,
+                                       "target_ongoing_requests": _TARGET}
     deployment = serve.deployment(
-        Replica, name="replica", num_replicas=plan.replicas, max_ongoing_requests=_UNBOUNDED,
+        Replica, name="replica", **count, max_ongoing_requests=_UNBOUNDED,
         graceful_shutdown_timeout_s=plan.drain_seconds, health_check_period_s=2.0, health_check_timeout_s=30.0,
         ray_actor_options={"num_cpus": plan.cpus, "num_gpus": plan.gpus},
         logging_config=_quiet(), request_router_config=routing)
-    return deployment.bind(plan.opener, plan.options)  # type: ignore[no-any-return]
+    return deployment.bind(plan.opener, plan.options)
 
 
 def with_ingress(plan: ReplicaPlan, limits: Limits) -> Application:
@@ -86,7 +92,7 @@ def with_ingress(plan: ReplicaPlan, limits: Limits) -> Application:
 
     deployment = serve.deployment(serve.ingress(None)(Ingress), name="front", max_ongoing_requests=_UNBOUNDED,
                                   ray_actor_options={"num_cpus": 0})
-    return deployment.bind(replicas_of(plan), limits)  # type: ignore[no-any-return]
+    return deployment.bind(replicas_of(plan), limits)
 
 
 class Ingress:
@@ -110,7 +116,7 @@ def running(plan: ReplicaPlan, address: str | None, name: str = NAME) -> Iterato
 
     try:
         local = {} if address else {"num_cpus": _local_cpus(plan), "include_dashboard": False}
-        ray.init(address=address, ignore_reinit_error=True, logging_level=logging.WARNING, **local)
+        ray.init(address=address or "local", ignore_reinit_error=True, logging_level=logging.WARNING, **local)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"the Ray cluster at {address} cannot be reached: {error}", "ray_address") from error
     try:

@@ -17,6 +17,11 @@ _MOST_CHOSEN = 10_000
 class StateAwareRouter(RequestRouter):  # type: ignore[misc]
     """Sends a request where its states save more seconds than the queue costs."""
 
+    queue_len_response_deadline_s = 1.0
+    """Seconds in which the chosen replica says whether it takes more. Serve's 0.1 is short for a busy machine, and
+    another replica would have to compute the prompt."""
+    max_queue_len_response_deadline_s = 4.0
+
     def initialize_state(self, most_keys: int = MOST_KEYS) -> None:
         """most_keys: boundaries to know; about 140 bytes each."""
         self._states = StateRouter(most_keys)
