@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from test_server_harness import each, tiny
 
+from deltic import LLM
 from deltic.cli import command_parser, main
 from deltic.cli.cluster import plan_of
 from deltic.cluster.application import check_identities, check_ray
@@ -33,10 +34,10 @@ Answer = tuple[int, dict[str, str], bytes]
 
 
 @asynccontextmanager
-async def replica() -> AsyncIterator[Replica]:
+async def replica(opened: OpenedReplica | None = None) -> AsyncIterator[Replica]:
     """A replica of the embedded model, made and ended as Serve does."""
     made = object.__new__(Replica)
-    opened = OpenedReplica(create_app(tiny()), tiny().worker, "tiny", lambda: None)
+    opened = opened or OpenedReplica(create_app(tiny()), tiny().worker, "tiny", lambda: None)
     await made.__init__(lambda options: opened, None)  # type: ignore[misc]
     try:
         yield made
@@ -278,3 +279,29 @@ def test_one_machine_never_imports_ray() -> None:
             "print([name for name in sys.modules if name.startswith(names)])")
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_a_conversation_goes_on_where_its_replica_has_left_it_on_disk(tmp_path: Path) -> None:
+    """Two engines share a directory; the second looks there when a conversation of the first comes."""
+    def opened() -> OpenedReplica:
+        llm = LLM(max_context=2048, memory="64MiB", threads=1, dtype="float32", cache_dir=tmp_path)
+        return OpenedReplica(create_app(llm), llm.worker, "tiny", llm.close)
+
+    async def run() -> None:
+        async with replica(opened()) as one, replica(opened()) as two:
+            system = "be brief, be kind. " * 20
+            answered = json.loads((await ask(one, "/v1/chat/completions", chat(system, "hello")))[2])
+            worker = one._opened.worker
+            assert worker
+            tier, = worker.engine.runtime.cache.tiers
+            for _ in range(200):
+                await asyncio.to_thread(worker.call, lambda engine: tier._settle())
+                if tier.prefixes and not tier._pending:
+                    break
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.3)  # an earlier scan of the other one is too new
+            answer = answered["choices"][0]["message"]["content"]
+            second = json.loads((await ask(two, "/v1/chat/completions", chat(system, "hello", answer, "and?")))[2])
+            assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0.9 * answered["usage"]["prompt_tokens"]
+
+    asyncio.run(run())

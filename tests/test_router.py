@@ -84,9 +84,14 @@ def test_the_boundaries_of_a_huge_request_are_bounded() -> None:
 class Tier:
     def __init__(self) -> None:
         self.keys: set[str] = set()
+        self.refreshed = False
 
     def holds(self, key: str) -> bool:
         return key in self.keys
+
+    def refresh(self) -> bool:
+        self.refreshed = True
+        return False
 
 
 def conversation(cache: HybridCache, prompt: Sequence[int], answer: Sequence[int], system: int) -> array[int]:
@@ -149,6 +154,20 @@ def test_evicted_states_are_reported_as_gone_and_tiers_count() -> None:
     assert after == pytest.approx({1: 0.96, 3: 0.864}), "changes that do not matter are not reported"
     tier.keys.clear()
     assert seconds_of(states.report(SPEED, 0.01)) == {1: 0.0, 3: 0.0}
+
+
+def test_a_conversation_of_another_replica_is_noticed() -> None:
+    tier = Tier()
+    cache, states = reachable([tier])
+    tokens = conversation(cache, range(200), [7] * 5, system=96)
+    first = boundaries_of(chat("system " * 20, "question"))
+    second = boundaries_of(chat("system " * 20, "question", "answer", "another"))
+    assert states.knows(first) and not states.knows(second)
+    states.learn(first, tokens, 200, 96)
+    assert states.knows(second)
+    states.report(SPEED, 0.01)
+    assert states.knows(second)
+    assert not states.refresh() and tier.refreshed
 
 
 def test_a_stored_response_stands_for_the_end_of_its_request() -> None:

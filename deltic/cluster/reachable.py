@@ -35,6 +35,9 @@ _TIER_SHARE: Final = 0.9
 class StateTier(Protocol):
     """A tier below the device."""
 
+    def refresh(self) -> bool:
+        """As `TierIndex.refresh`."""
+
     def holds(self, key: str) -> bool:
         """True if it has the state of a prefix. Thread-safe."""
 
@@ -108,6 +111,16 @@ class ReachableStates:
         """Lets a key stand for the end of a request that was just learned, such as that of a stored response."""
         if self._learned and boundaries.keys[-1] in (last := self._learned[-1]):
             last[key] = last[boundaries.keys[-1]]
+
+    def knows(self, boundaries: Boundaries) -> bool:
+        """Returns False for the next turn of a conversation that another replica has had so far."""
+        inner = [key for key, size in zip(boundaries.keys[:-1], boundaries.sizes) if size > boundaries.system]
+        return not inner or any(key in known for key in inner for known in (self._states, *self._learned))
+
+    def refresh(self) -> bool:
+        """As `TierIndex.refresh`, for all tiers. Must be called where the tree may be read."""
+        pending = [tier.refresh() for tier in self._tiers]
+        return any(pending)
 
     def report(self, load: LoadReport, token: float) -> ReachableReport:
         """Returns the report. For one thread, which need not be that of `learn`. token: seconds per prompt token."""

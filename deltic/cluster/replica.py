@@ -35,6 +35,8 @@ RESPONSES_PATH: Final = "/v1/responses"
 _RESPONSE_ID: Final = re.compile(rb'"id": ?"(resp_[^"]{1,200})"')
 _RECENT: Final = 0.2
 """Weight of the last second in a figure."""
+_TRIES, _PAUSE = 20, 0.02
+"""How long the first request of a conversation here waits for a scan of the disk."""
 _HALF: Final = 0.5
 """Part of an answer that is still to come, of one that runs."""
 
@@ -146,6 +148,7 @@ class Replica:
     async def request(self, head: Mapping[str, Any], body: bytes, boundaries: Boundaries
                       ) -> AsyncIterator[list[Message]]:
         """Yields the ASGI messages of the response. head: fields of the ASGI scope."""
+        await self._refresh(boundaries)
         call = _Call(body=body)
         state = {"boundaries": (boundaries, call)}
         scope: Scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "root_path": "",
@@ -159,6 +162,16 @@ class Replica:
             call.gone.set()
             with suppress(Exception):
                 await asyncio.shield(task)
+
+    async def _refresh(self, boundaries: Boundaries) -> None:
+        """Looks for states on a shared disk for a conversation that comes from another replica, which may be gone."""
+        worker, states = self._opened.worker, self._states
+        if worker is None or states is None or states.knows(boundaries):
+            return
+        for _ in range(_TRIES):
+            if not await asyncio.to_thread(worker.call, lambda _: states.refresh()):
+                return
+            await asyncio.sleep(_PAUSE)
 
     async def _run(self, scope: Scope, call: _Call) -> None:
         try:
