@@ -14,7 +14,7 @@ from deltic.cache.manager import HybridCache
 from deltic.cache.offload.types import PrefixHash
 from deltic.cluster.boundaries import Boundaries, boundaries_of, response_key
 from deltic.cluster.reachable import LoadReport, ReachableReport, ReachableStates
-from deltic.cluster.router import KeyIndex, StateRouter
+from deltic.cluster.router import WORTH, KeyIndex, StateRouter
 
 SPEED = LoadReport(character=0.001, answer=0.5)
 
@@ -227,9 +227,9 @@ def test_states_count_and_not_matching_prefixes() -> None:
 def test_seconds_saved_are_weighed_against_seconds_of_queue() -> None:
     router = router_of(a={2: 1.0}, b={})
     assert chosen(router, TURN) == "a"
-    router.report("a", report({2: 1.0}, queue=2.0))
+    router.report("a", report({2: 1.0}, queue=0.9 * WORTH))
     assert chosen(router, TURN) == "a"
-    router.report("a", report({2: 1.0}, queue=4.0))
+    router.report("a", report({2: 1.0}, queue=1.1 * WORTH))
     assert chosen(router, TURN) == "b"
 
 
@@ -345,11 +345,11 @@ def test_the_router_agrees_with_brute_force() -> None:
     for _ in range(200):
         names = [f"r{number}" for number in range(4)]
         held = {name: {key: random.random() for key in (1, 2, 3) if random.random() < 0.5} for name in names}
-        queues = {name: random.random() * 3 for name in names}
+        queues = {name: random.random() * WORTH for name in names}
         router = StateRouter()
         router.set_replicas(names)
         for name in names:
             router.report(name, report(held[name], queues[name]))
-        scores = {name: 3 * held[name].get(max(held[name], default=0), 0.0) - queues[name] for name in names}
+        scores = {name: WORTH * held[name].get(max(held[name], default=0), 0.0) - queues[name] for name in names}
         assert scores[chosen(router, TURN)] == pytest.approx(max(scores.values()))
 

@@ -37,8 +37,8 @@ _RECENT: Final = 0.2
 """Weight of the last second in a figure."""
 _TRIES, _PAUSE = 20, 0.02
 """How long the first request of a conversation here waits for a scan of the disk."""
-_HALF: Final = 0.5
-"""Part of an answer that is still to come, of one that runs."""
+_RUNNING: Final = 0.25
+"""Part of an answer that counts as queue while it runs: half of it is over, and prompts go between its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,13 @@ class LoadMeter:
         if answers:
             self.answer = _smooth(self.answer, max(busy - prompts * self.token, 0.0) / answers)
             self._before = now
-        waiting = unfinished = 0
+        waiting, answers = 0, 0.0
         for handle in requests.handles:
-            unfinished += handle.answers
-            if handle.first_token is None:
+            begun = handle.first_token is not None
+            answers += handle.answers * (_RUNNING if begun else 1.0)
+            if not begun:
                 waiting += handle.prompt_tokens - sum(part.read for part in requests.progress(handle))
-        queue = max(waiting, 0) * self.token + unfinished * self.answer * _HALF
+        queue = max(waiting, 0) * self.token + answers * self.answer
         return LoadReport(queue, self.token * self.tokens, self.answer)
 
 

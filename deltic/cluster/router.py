@@ -28,9 +28,9 @@ _HOLDERS: Final = 8
 """Holders of one boundary that are compared. Of more, so many are drawn."""
 _LEAST: Final = 4
 """Replicas with the least work that are compared."""
-_WORTH: Final = 3.0
+WORTH: Final = 6.0
 """Weight of a second saved. Work that is done twice delays this request and all that come behind it: 1 / (1 - r) times
-as much in all, with a replica that is busy for a share r of the time."""
+as much in all, with a replica that is busy for a share r of the time. And the conversation's next turns follow it."""
 _BALANCE: Final = 0.05
 """Part of the work beyond its share that counts against a replica: without load it decides who gets what is new, and so
 spreads prefixes over all memory."""
@@ -197,7 +197,7 @@ class StateRouter:
         share = self._share()
         for number in (*saved, *self._least_busy()):
             replica, seconds = self._numbers[number], saved.get(number, 0.0)
-            value = _WORTH * seconds - replica.queue - _BALANCE * max(replica.total - share, -_SHARE_SECONDS)
+            value = WORTH * seconds - replica.queue - _BALANCE * max(replica.total - share, -_SHARE_SECONDS)
             if best is None or value > score:
                 best, score, kept = replica, value, seconds
         if best is None:
