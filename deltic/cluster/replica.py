@@ -215,7 +215,7 @@ class Replica:
         if self._states is None:
             return {}
         load = self._meter.read(self._opened.app.state.engine)
-        return packed(self._states.report(load, self._meter.token))
+        return packed(await asyncio.to_thread(self._states.report, load, self._meter.token))
 
     async def check_health(self) -> None:
         """Raises an exception if the engine makes no progress: Serve replaces the replica."""

@@ -28,7 +28,7 @@ _HOLDERS: Final = 8
 """Holders of one boundary that are compared. Of more, so many are drawn."""
 _LEAST: Final = 4
 """Replicas with the least work that are compared."""
-WORTH: Final = 6.0
+WORTH: Final = 3.0
 """Weight of a second saved. Work that is done twice delays this request and all that come behind it: 1 / (1 - r) times
 as much in all, with a replica that is busy for a share r of the time. And the conversation's next turns follow it."""
 _BALANCE: Final = 0.05
