@@ -90,7 +90,7 @@ class Load:
             await self._conversation(Random(number))
 
     async def _conversation(self, random: Random) -> None:
-        system = random.randrange(self.args.systems)
+        system = 0 if random.random() < self.args.hot else random.randrange(self.args.systems)
         messages = [{"role": "system", "content": text_of(Random(-1 - system), self.args.system_characters)}]
         for number in range(self.args.turns):
             messages.append({"role": "user", "content": text_of(random, random.randrange(50, 400))})
@@ -290,6 +290,7 @@ def main(words: Sequence[str] = ()) -> None:
     parser.add_argument("--conversations", type=int, default=200)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--systems", type=int, default=6, help="common system prompts")
+    parser.add_argument("--hot", type=float, default=0.0, help="share of conversations with the first of them")
     parser.add_argument("--system-characters", type=int, default=3000)
     parser.add_argument("--answer", type=int, default=12, help="tokens of an answer")
     parser.add_argument("--clients", type=int, default=16)
@@ -307,7 +308,8 @@ def main(words: Sequence[str] = ()) -> None:
         found = measure(args, router)
         print(json.dumps(found), flush=True)
         if args.record:
-            record("cluster", {"kill": args.kill, "scale": args.scale, "ray": ray.__version__, **found})
+            record("cluster", {"kill": args.kill, "scale": args.scale, "hot": args.hot, "memory_mib": args.memory,
+                               "ray": ray.__version__, **found})
 
 
 if __name__ == "__main__":

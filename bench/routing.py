@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--conversations", type=int, default=20_000)
     parser.add_argument("--policy", nargs="+", choices=("state", "two-choices", "by-system-prompt"), default=["state"])
-    parser.add_argument("--load", type=float, default=1.6, help="conversations a second that begin by replica")
+    parser.add_argument("--load", type=float, default=0.8, help="conversations a second that begin by replica")
     parser.add_argument("--record", action="store_true", help="append the results to bench/results/routing.jsonl")
     args = parser.parse_args()
     for replicas in args.replicas:
