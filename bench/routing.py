@@ -39,6 +39,8 @@ SLOT = 1600
 """Tokens that take as much memory as a state."""
 MEMORY = 1_000_000
 """Tokens that fit in the cache of a replica."""
+CONTEXT = 32_000
+"""Tokens at which a conversation ends."""
 SYSTEMS, CHARACTERS = 60, 4
 PERIOD = 2.0
 """Seconds between two reports of a replica."""
@@ -173,7 +175,7 @@ class Simulation:
                 routed, last = self.turn(now, what)
                 if routed:
                     heapq.heappush(events, (last, next(ids), "end", routed))
-                if len(what.lengths) < what.turns:
+                if len(what.lengths) < what.turns and what.context < CONTEXT:
                     pause = min(self.random.paretovariate(1.5) * 10, 600)
                     heapq.heappush(events, (last + pause, next(ids), "turn", what))
         return self.result(now)
@@ -263,7 +265,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--conversations", type=int, default=20_000)
     parser.add_argument("--policy", nargs="+", choices=("state", "two-choices", "by-system-prompt"), default=["state"])
-    parser.add_argument("--load", type=float, default=0.8, help="conversations a second that begin by replica")
+    parser.add_argument("--load", type=float, default=1.6, help="conversations a second that begin by replica")
     parser.add_argument("--record", action="store_true", help="append the results to bench/results/routing.jsonl")
     args = parser.parse_args()
     for replicas in args.replicas:

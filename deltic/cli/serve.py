@@ -63,27 +63,26 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lenient", action="store_true",
                         help="do not refuse fields that would change the answer")
     parser.add_argument("--pin-prompt", action="append", type=_prompt_to_pin, default=[], metavar="FILE",
-                        help="a system prompt to prefill at start and to keep in the cache: text, or JSON with "
+                        help="a system prompt to prefill at start and to keep: text, or JSON with "
                              "messages and tools as clients send them; may be repeated")
     parser.add_argument("--task", choices=("auto", "chat", "embed", "rerank"), default="auto",
                         help="what MODEL is for; auto: an encoder for its vectors or scores, others for chat (default)")
     parser.add_argument("--embedding-model", action="append", type=text, default=[], metavar="MODEL",
                         help="an encoder to serve beside MODEL; may be repeated")
     _add_models(parser)
-    _add_cluster(parser)
+    _add_replicas(parser)
     options.add_template(parser)
     options.add_engine(parser)
     options.add_limits(parser)
-    advanced(parser, "--unix-socket-mode", "--log-text", "--drain-seconds", "--strip-billing-header")
+    advanced(parser, "--unix-socket-mode", "--log-text", "--drain-seconds", "--ray-address", "--strip-billing-header")
 
 
-def _add_cluster(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("replicas", "Several engines behind one address, with Ray Serve: needs "
-                                      "deltic[cluster]. Engine options are those of each replica.")
-    group.add_argument("--replicas", type=_replicas, metavar="N",
-                       help="number of engines of the same MODEL; auto: as many as Ray Serve's autoscaling finds right")
-    group.add_argument("--ray-address", type=text, metavar="ADDRESS",
-                       help="a running Ray cluster, such as auto or 10.0.0.1:6379 (default: a new one on this machine)")
+def _add_replicas(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--replicas", type=_replicas, metavar="N",
+                        help="run N engines, on a Ray cluster; auto: as many as Ray Serve "
+                             "finds right")
+    parser.add_argument("--ray-address", type=text, metavar="ADDRESS",
+                        help="with --replicas: a running cluster, such as 10.0.0.1:6379 (default: a new one here)")
 
 
 def _replicas(given: str) -> int | str:

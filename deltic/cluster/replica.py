@@ -37,6 +37,8 @@ _RECENT: Final = 0.2
 """Weight of the last second in a figure."""
 _TRIES, _PAUSE = 20, 0.02
 """How long the first request of a conversation here waits for a scan of the disk."""
+_LEAST: Final = 0.1
+"""The least part of the time in steps that counts for answers. Prompt tokens take the time of their whole steps."""
 _RUNNING: Final = 0.25
 """Part of an answer that counts as queue while it runs: half of it is over, and prompts go between its tokens."""
 
@@ -80,7 +82,7 @@ class LoadMeter:
         elif prompts:
             self.token = _smooth(self.token, busy / prompts)
         if answers:
-            self.answer = _smooth(self.answer, max(busy - prompts * self.token, 0.0) / answers)
+            self.answer = _smooth(self.answer, max(busy - prompts * self.token, busy * _LEAST) / answers)
             self._before = now
         waiting, answers = 0, 0.0
         for handle in requests.handles:
