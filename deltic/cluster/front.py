@@ -163,7 +163,10 @@ class Front:
                         receive: Receive, send: Send) -> None:
         head = _head(Request(scope, receive))
         answers = self._handle.broadcast("whole", head)
-        everything = await answers.results_async(timeout_s=_PATIENCE, return_exceptions=True)
+        try:
+            everything = await answers.results_async(timeout_s=_PATIENCE, return_exceptions=True)
+        except (TimeoutError, DeploymentUnavailableError) as error:
+            raise BusyError("a replica does not answer: try again later") from error
         found = [each for each in everything if isinstance(each, tuple)]
         if not found:
             raise BusyError("no replica answers: try again later")

@@ -21,7 +21,7 @@ from deltic.cluster.boundaries import Boundaries
 from deltic.cluster.reachable import LoadReport, ReachableReport
 
 MOST_KEYS: Final = 1 << 20
-"""Boundaries that a router knows; with one holder each takes about 140 bytes."""
+"""Boundaries that a router knows; with one holder each takes about 160 bytes."""
 _LEVELS: Final = 3
 """Known boundaries of a request, from the deepest, whose holders are compared."""
 _HOLDERS: Final = 8

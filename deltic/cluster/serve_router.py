@@ -23,7 +23,7 @@ class StateAwareRouter(RequestRouter):  # type: ignore[misc]
     max_queue_len_response_deadline_s = 4.0
 
     def initialize_state(self, most_keys: int = MOST_KEYS) -> None:
-        """most_keys: boundaries to know; about 140 bytes each."""
+        """most_keys: boundaries to know; about 160 bytes each."""
         self._states = StateRouter(most_keys)
         self._reported: dict[str, float] = {}
         self._by_name: dict[str, RunningReplica] = {}
