@@ -72,7 +72,7 @@ OK = [start(), piece(b"{}")]
 
 
 def answer(handle: Handle, path: str = "/v1/chat/completions", body: bytes | None = None, gone: float | None = None,
-           **limits: Any) -> tuple[int, dict[str, str], bytes]:
+           method: str = "POST", **limits: Any) -> tuple[int, dict[str, str], bytes]:
     """Sends a request to a front. gone: seconds after which the client disconnects."""
     app, sent = front_app(handle, Limits(**limits)), list[Message]()
     raw = json.dumps(BODY).encode() if body is None else body
@@ -87,7 +87,7 @@ def answer(handle: Handle, path: str = "/v1/chat/completions", body: bytes | Non
     async def send(message: Message) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"a=1",
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"a=1",
              "headers": [(b"host", b"x"), (b"x-request-id", b"mine"), (b"authorization", b"Bearer k")],
              "client": ("10.0.0.1", 3), "scheme": "http"}
     asyncio.run(app(scope, receive, send))
@@ -184,6 +184,43 @@ def test_a_front_that_ends_takes_no_more() -> None:
         return int(sent[0]["status"])
 
     assert asyncio.run(run()) == 503
+
+
+class Everyone(Handle):
+    """A handle whose replicas all answer at once, or an exception."""
+
+    def __init__(self, *found: Any) -> None:
+        super().__init__()
+        self.found = found
+
+    def broadcast(self, method: str, head: dict[str, Any]) -> Everyone:
+        self.calls.append((method, head))
+        return self
+
+    async def results_async(self, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        if isinstance(self.found[0], TimeoutError):
+            raise self.found[0]
+        assert timeout_s and return_exceptions
+        return [*self.found]
+
+
+def test_what_concerns_all_replicas_is_gathered() -> None:
+    page = b"# HELP deltic_up Up.\n# TYPE deltic_up gauge\ndeltic_up 1\n"
+    handle = Everyone(("r1", 200, page), RayActorError(), ("r2", 200, page))
+    status, headers, body = answer(handle, "/metrics", method="GET")
+    assert (status, body.count(b"\n")) == (200, 4) and b'{replica="r2"} 1' in body
+    assert headers["content-type"].startswith("text/plain") and handle.calls[0][0] == "whole"
+    missing, found = ("r1", 404, b'{"error":{}}'), ("r2", 200, b'{"cancelled":true}')
+    assert answer(Everyone(missing, found), "/v1/requests/7", method="DELETE")[::2] == (200, found[2])
+    assert answer(Everyone(missing, missing), "/v1/requests/7", method="DELETE")[::2] == (404, missing[2])
+    refused = Everyone(("r1", 401, b"{}"), ("r2", 401, b"{}"))
+    assert answer(refused, "/v1/requests", method="GET")[0] == 401
+
+
+@pytest.mark.parametrize("trouble", [TimeoutError(), RayActorError()])
+def test_replicas_that_do_not_answer_for_all(trouble: Exception) -> None:
+    status, headers, _ = answer(Everyone(trouble), "/metrics", method="GET")
+    assert (status, headers["retry-after"]) == (503, "1")
 
 
 # A real cluster
