@@ -152,6 +152,18 @@ def test_rows_are_copied_as_they_lie(form: str) -> None:
     assert vocabulary.ids[:64].tolist() == [*range(64)] and len(set(vocabulary.ids.tolist())) == 80
 
 
+def test_rows_come_from_several_blocks() -> None:
+    """If devices share the matrix of the logits, one of them has no row at first."""
+    whole = plain(torch.bfloat16)
+    one, several = (DraftVocabulary(given, draftable(64, 300) or ())  # type: ignore[arg-type]
+                    for given in (whole, (whole[:112], whole[112:208], whole[208:])))
+    assert several.size == 300
+    for vocabulary in (one, several):
+        vocabulary.see([111, 112, 207, 208, 299])
+    assert several.ids.tolist() == one.ids.tolist() and isinstance(several.head, Tensor)
+    assert torch.equal(several.head, whole[several.ids])
+
+
 def test_least_recent_token_is_evicted_first() -> None:
     vocabulary = DraftVocabulary(plain(torch.float32), draftable(112, 300))  # type: ignore[arg-type]
     last = vocabulary.ids[-14:].tolist()

@@ -21,16 +21,16 @@ LINES = {
     "embeddings": 2600,
     "engine": 3400,
     "export": 3950,
-    "loader": 5950,
+    "loader": 6150,
     "model": 1090,
     "ops": 10430,
-    "runner": 3850,
+    "runner": 3860,
     "server": 8170,
     "spec_decode": 1100,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 264
+FILES_AT_MOST = 265
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

@@ -281,7 +281,7 @@ def half_and_exact(*ops: str) -> tuple[ModelRunner, ModelRunner]:
     half = load(RandomModel(shape=shape, initializer_range=0.1),
                 EngineConfig(dtype="bfloat16", memory="8MiB", ops=ops))
     rounded = random_weights(shape, "bfloat16", initializer_range=0.1)
-    exact = build_decoder(shape, {name: tensor.float() for name, tensor in rounded.items()},
+    exact = build_decoder(shape, [{name: tensor.float() for name, tensor in rounded.items()}],
                           half.decoder.ops, torch.float32)
     return half, replace(odd_runtime(), decoder=exact)
 

@@ -339,6 +339,14 @@ class EngineConfig:
         return 1 if self.tp == AUTO else int(self.tp)
 
     @property
+    def devices(self) -> list[str]:
+        """The device of each shard: the same CPU for all, or GPUs with neighbouring numbers, `device` first."""
+        if self.shards == 1 or not self.on_gpu:
+            return [self.device] * self.shards
+        kind, _, number = self.device.partition(":")
+        return [f"{kind}:{int(number or 0) + shard}" for shard in range(self.shards)]
+
+    @property
     def memory_bytes(self) -> int | None:
         """The cache budget in bytes; `None`: to be chosen."""
         return None if self.memory is None else parse_bytes(self.memory, "memory")

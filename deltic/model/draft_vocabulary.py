@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deltic.ops.capabilities import on_device
 from deltic.ops.quantized import PANEL, QTensor
-from deltic.ops.types import Block
+from deltic.ops.types import Block, Weight
 
 _ADAPTIVE: Final = 9
 """One row in this many is adaptive: 4,000 for a base of 32,000. A conversation uses a few hundred tokens outside the
@@ -101,13 +101,15 @@ class DraftVocabulary:
     size: tokens of the whole vocabulary. copied: rows that were overwritten until now.
     """
 
-    def __init__(self, whole: Block, tokens: List[int]) -> None:
-        """whole [V, H]: the matrix of all logits, which is kept. tokens: as `draftable` gives them."""
-        self.size, self.copied = len(whole), 0
-        self.ids = torch.tensor(tokens, device=whole.data.device)
+    def __init__(self, whole: Weight, tokens: List[int]) -> None:
+        """whole [V, H]: the matrix of all logits, which is kept; several blocks of one format if several devices share
+        it. tokens: as `draftable` gives them."""
+        blocks = whole if isinstance(whole, tuple) else (whole,)
+        self.size, self.copied = sum(map(len, blocks)), 0
+        self.ids = torch.tensor(tokens, device=blocks[0].data.device)
         # oneDNN's layout has no rows that could be read one by one: of such a matrix they stay as they are
-        self._whole = None if isinstance(whole, Tensor) and whole.is_mkldnn else whole
-        self.head = _picked(whole, self.ids)
+        self._whole = () if isinstance(whole, Tensor) and whole.is_mkldnn else blocks
+        self.head = _picked(blocks, self.ids)
         base = len(tokens) - len(tokens) // _ADAPTIVE
         self._base = frozenset(tokens[:base])
         self._recent = OrderedDict((tokens[row], row) for row in reversed(range(base, len(tokens))))
@@ -121,7 +123,7 @@ class DraftVocabulary:
     def see(self, tokens: Iterable[int]) -> None:
         """Gives these tokens rows, in place of those not seen for longest. Takes some operations for each token, and a
         copy of a row for each new one."""
-        if self._whole is None:
+        if not self._whole:
             return
         changed = dict[int, int]()
         for token in tokens:
@@ -141,7 +143,6 @@ class DraftVocabulary:
 
     def _overwrite(self, tokens: Mapping[int, int]) -> None:
         """tokens: the new token of each row."""
-        assert self._whole is not None
         host = torch.tensor([*tokens, *tokens.values()])
         rows, ids = on_device(host, self.ids.device).chunk(2)
         _put(self.head, rows, self._whole, ids)
@@ -149,21 +150,27 @@ class DraftVocabulary:
         self.copied += len(tokens)
 
 
-def _picked(whole: Block, ids: Tensor) -> Block:
+def _picked(whole: tuple[Block, ...], ids: Tensor) -> Block:
     """Returns a copy of these rows."""
-    if isinstance(whole, Tensor):
-        return (whole.to_dense() if whole.is_mkldnn else whole).index_select(0, ids)
-    head = whole.room_for(len(ids))
-    for first in range(0, len(ids), _PIECE):
-        part = ids[first:first + _PIECE]
-        head.put(torch.arange(first, first + len(part), device=ids.device), whole, part)
+    first = whole[0]
+    if isinstance(first, Tensor) and first.is_mkldnn:
+        return first.to_dense().index_select(0, ids)
+    head = first.new_empty(len(ids), first.shape[1]) if isinstance(first, Tensor) else first.room_for(len(ids))
+    for start in range(0, len(ids), _PIECE):
+        part = ids[start:start + _PIECE]
+        _put(head, torch.arange(start, start + len(part), device=ids.device), whole, part)
     return head
 
 
-def _put(head: Block, rows: Tensor, whole: Block, ids: Tensor) -> None:
-    if isinstance(head, QTensor):
-        assert isinstance(whole, QTensor)
-        head.put(rows, whole, ids)
-    else:
-        assert isinstance(whole, Tensor)
-        head.index_copy_(0, rows, whole.index_select(0, ids))
+def _put(head: Block, rows: Tensor, whole: tuple[Block, ...], ids: Tensor) -> None:
+    """Overwrites these rows of the head with the rows `ids` of the whole matrix."""
+    first = 0
+    for block in whole:
+        own = slice(None) if len(whole) == 1 else ((ids >= first) & (ids < first + len(block))).nonzero()[:, 0]
+        if isinstance(head, QTensor):
+            assert isinstance(block, QTensor)
+            head.put(rows[own], block, ids[own] - first)
+        else:
+            assert isinstance(block, Tensor)
+            head.index_copy_(0, rows[own], block.index_select(0, ids[own] - first))
+        first += len(block)

@@ -94,34 +94,35 @@ class MtpHead(MtpWeights):
         return ops.add_norm(joined, None, self.layer.input_norm, self.eps)
 
 
-def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder, tokens: Sequence[int] | None = None
-               ) -> MtpHead:
-    """Builds a head for a trunk from canonical tensors (`loader.names.expected_head`), which it pops from `tensors`.
+def build_head(config: ModelConfig, parts: Sequence[dict[str, Weight]], decoder: Decoder,
+               tokens: Sequence[int] | None = None) -> MtpHead:
+    """Builds a head for a trunk from each device's part of the canonical tensors (`loader.names.expected_head`), which
+    it pops.
 
     tokens: draft among these only, with a copy of their rows, as `draft_vocabulary.draftable` returns them; None: among
         all. Unless the head has its own, embedding and matrix of the logits are the trunk's.
     """
     ops, main = decoder.ops, decoder.weights
     if config.experts is not None:
-        _borrow_gates(config.experts, tensors, decoder)
+        _borrow_gates(config.experts, parts, decoder)
+    tensors = parts[0]
     offset = 0.0 if _has_offset(tensors, decoder) else config.norm_offset
-    splitter = WeightSplitter(config, len(decoder.shards))
-    parts = [_layer(WeightLoader(part, _LAYER, ops, offset, shard))
-             for part, shard in zip(splitter.split(tensors, _LAYER), splitter.shards, strict=True)]
-    top = WeightLoader(tensors, "mtp.", ops, offset, splitter.shards[0])
+    shards = WeightSplitter(config, len(parts)).shards
+    layers = [_layer(WeightLoader(part, _LAYER, ops, offset, shard))
+              for part, shard in zip(parts, shards, strict=True)]
+    top = WeightLoader(tensors, "mtp.", ops, offset, shards[0])
     embedding = top.block("embed_tokens", table=True) if "mtp.embed_tokens.weight" in tensors else main.embedding
     head = (top.block("shared_head.head", tokens is not None) if "mtp.shared_head.head.weight" in tensors
             else decoder.head)
-    assert not isinstance(head, tuple), "the matrix of the logits is one block"
     short = None if tokens is None else DraftVocabulary(head, tokens)
     fc = top.linear("fc")
-    matrices = (embedding, *(block for weight in (fc, head, *_matrices(parts[0][0])) for block in _blocks(weight)))
+    matrices = (embedding, *(block for weight in (fc, head, *_matrices(layers[0][0])) for block in _blocks(weight)))
     return MtpHead(
-        embedding, top.norm("pre_fc_norm_embedding"), top.norm("pre_fc_norm_hidden"), fc, *parts[0],
+        embedding, top.norm("pre_fc_norm_embedding"), top.norm("pre_fc_norm_hidden"), fc, *layers[0],
         top.norm("norm"), short.head if short else head, main.rope, main.eps, short.ids if short else None, ops,
         # as a whole native step computes; plain matrices want activations of their own dtype
         torch.float32 if all(isinstance(block, QTensor) for block in matrices) else decoder.dtype, short,
-        tuple(parts[1:]))
+        tuple(layers[1:]))
 
 
 def _layer(take: WeightLoader) -> tuple[DecoderLayer, Weight]:
@@ -147,20 +148,22 @@ def _attention(layer: DecoderLayer) -> AttentionWeights:
     return layer.mixer
 
 
-def _borrow_gates(experts: ExpertsConfig, tensors: dict[str, Weight], decoder: Decoder) -> None:
+def _borrow_gates(experts: ExpertsConfig, parts: Sequence[dict[str, Weight]], decoder: Decoder) -> None:
     """Adds the expert gates that some tools drop from a head: those of the trunk's last attention layer are most
     similar."""
     rows = {"gate": slice(experts.count), "shared_expert_gate": slice(experts.count, experts.count + 1)}
     for gate, part in rows.items():
         name = f"mtp.layers.0.mlp.{gate}.weight"
-        if name in tensors or (gate != "gate" and not experts.shared_size):
+        if name in parts[0] or (gate != "gate" and not experts.shared_size):
             continue
         layers = [layer.mlp for layer in decoder.weights.layers if isinstance(layer.mixer, AttentionWeights)]
         if not layers or not isinstance(layers[-1], MoeWeights):
             raise ModelError(f"tensor {name!r} is missing, and the model has no layer with attention whose gate could "
                              "stand in; use the model without its head")
         log.warning("the draft head lacks %s: that of the model's last layer with attention is used", name)
-        tensors[name] = torch.cat([_plain(block) for block in _blocks(layers[-1].router)])[part].clone()
+        borrowed = torch.cat([_plain(block) for block in _blocks(layers[-1].router)])[part].clone()
+        for own, shard in zip(parts, decoder.shards, strict=True):
+            own[name] = borrowed.to(shard.norm.device)
 
 
 def _has_offset(tensors: Mapping[str, Weight], decoder: Decoder) -> bool:
