@@ -24,7 +24,7 @@ LINES = {
     "loader": 6150,
     "model": 1090,
     "ops": 10430,
-    "runner": 3860,
+    "runner": 3870,
     "server": 8170,
     "spec_decode": 1100,
     "vision": 1150,
