@@ -15,7 +15,8 @@ LINES = {
     ".": 2040,
     "cache": 5830,
     "chat": 7075,
-    "cli": 5080,
+    "cli": 5200,
+    "cluster": 1420,
     "config": 1730,
     "embeddings": 2600,
     "engine": 3670,
@@ -24,12 +25,12 @@ LINES = {
     "model": 1090,
     "ops": 10430,
     "runner": 3890,
-    "server": 8450,
+    "server": 8440,
     "spec_decode": 1100,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 261
+FILES_AT_MOST = 272
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

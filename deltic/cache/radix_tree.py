@@ -175,6 +175,10 @@ class PrefixTree:
         *_, (node, depth, rest) = self._walk(tokens)
         return node.checkpoints.get(rest) if depth == node.depth else None
 
+    def holds(self, checkpoint: Checkpoint) -> bool:
+        """Returns True until a checkpoint is evicted. Thread-safe."""
+        return checkpoint in self._checkpoints
+
     def use(self, checkpoint: Checkpoint) -> None:
         """Notes that a sequence resumed at a checkpoint."""
         self._checkpoints.pop(checkpoint, None)

@@ -156,7 +156,9 @@ class Engine:
         if flight:
             self._complete(flight, self._finish_overlapped if self.overlap else self._finish)
             self.stats.steps += 1
-            self._timed(flight, time.perf_counter() - began, self.stats.prompt_tokens - prompt_tokens)
+            seconds = time.perf_counter() - began
+            self.stats.busy_seconds += seconds
+            self._timed(flight, seconds, self.stats.prompt_tokens - prompt_tokens)
         self._failures.end_refused(self._fail_request)
         if not self.scheduler.running and not self.scheduler.waiting:
             self._failures.flush()  # no plan will follow soon

@@ -23,7 +23,7 @@ from deltic.config import Limits
 from deltic.engine.fair_executor import FairExecutor
 from deltic.errors import GenerationError, RequestError
 from deltic.llm import LLM
-from deltic.params import Event, Lineage, SamplingParams, Usage
+from deltic.params import EngineRequest, Event, Lineage, SamplingParams, Usage
 from deltic.server.async_engine import AsyncEngine, RequestHandle
 from deltic.server.content import DocumentTexts, TextOf
 from deltic.server.fields import renamed, sent_name
@@ -122,6 +122,11 @@ class GenerationStream:
         """Returns prompts and answers, which are decoded when they are read."""
         return {"prompts": (spell(request.ids) for request in self._handle.asked),
                 "answers": (spell(tokens) for tokens in (self._tokens or {}).values())}
+
+    def sequences(self) -> Iterator[tuple[EngineRequest, list[int]]]:
+        """Yields each request of the engine with the tokens of its first answer since `keep_tokens`."""
+        for request in self._handle.asked:
+            yield request, (self._tokens or {}).get((request.id, 0), [])
 
     def progress(self) -> dict[str, Any]:
         """Returns how far it is, for `/v1/requests`."""
@@ -249,8 +254,9 @@ class ServedModel:
         run = record.run = GenerationStream(self.engine, handle, prepared, self.memory, whole, names)
         if response:
             run.keep_end = partial(self.forks.put, response, self.name, self.owner)
-        if self.records.texts:
+        if self.records.texts or self.records.observe:
             run.keep_tokens()
+        if self.records.texts:
             record.spell = self.text
         if record.cancelled:  # while it was prepared
             run.cut_short()

@@ -115,6 +115,8 @@ class RequestRecord:
     """Decodes tokens, if the log is to have texts."""
     lineage: Lineage = field(default_factory=Lineage)
     """The session that the client names."""
+    boundaries: Any = None
+    """Where other requests may part from it, if a front of several replicas has sent it."""
 
     @property
     def client_id(self) -> str:
@@ -143,12 +145,14 @@ class ActiveRequests:
     """The requests that are being answered.
 
     log: gets a line for each finished request. texts: lines have prompts and answers. responses: counts by status.
+    observe: called with each request at its end; its run keeps the tokens.
     """
 
     def __init__(self, limits: Limits, log: Callable[[Mapping[str, Any]], None] | None = None,
                  texts: bool = False) -> None:
         self.texts = texts
         self.executors = Executors()
+        self.observe: Callable[[RequestRecord], None] | None = None
         self.responses: Counter[int] = Counter()
         self.outbox = Outbox(limits.max_unsent_mib)
         self._limits, self._log = limits, log
@@ -165,7 +169,8 @@ class ActiveRequests:
         id = given if _IDS.fullmatch(given) else "req_" + uuid.uuid4().hex
         record = RequestRecord(id, sender[0] if sender else "", scope["method"], scope["path"][:_LONGEST_PATH],
                                self.executors, lineage=lineage_of(headers))
-        scope.setdefault("state", {})["record"] = record
+        state = scope.setdefault("state", {})
+        state["record"], record.boundaries = record, state.get("boundaries")
         self._live[record] = None
         return record
 
@@ -177,6 +182,8 @@ class ActiveRequests:
             record.release()
         if self._log and (record.served or record.status is None or record.status >= 400):
             self._log(record.line())
+        if self.observe:
+            self.observe(record)
         # an idle connection keeps the record, and must not keep a model
         record.run = record.release = record.spell = None
 
