@@ -46,6 +46,9 @@ def main() -> None:
         for request in _turns(args.turns, runtime.memory.max_context, runtime.config.vocab_size):
             engine.add(request)
             turns += 1
+            if turns % 25 == 0:
+                print(f"{turns} turns, {time.perf_counter() - began:.0f} s, {len(failed)} failed, "
+                      f"{peak >> 20} MiB, torch {torch.cuda.memory_allocated() >> 20}", flush=True)
             while len(engine.scheduler.running) + len(engine.scheduler.waiting) >= AT_ONCE:
                 tokens += _step(engine, failed)
                 peak = max(peak, free - torch.cuda.mem_get_info()[0])
