@@ -24,7 +24,7 @@ LINES = {
     "loader": 6150,
     "model": 1090,
     "ops": 10430,
-    "runner": 3890,
+    "runner": 3900,
     "server": 8440,
     "spec_decode": 1100,
     "vision": 1150,
