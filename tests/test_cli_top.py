@@ -114,15 +114,26 @@ def test_figures_are_those_of_the_metrics(served: Served, capsys: pytest.Capture
 
 
 def test_running_and_waiting_answers(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    with httpx.stream("POST", f"{served.url}/v1/completions", timeout=60, json={
-            "prompt": PROMPT, "max_tokens": 20_000, "ignore_eos": True, "stream": True}) as stream:
-        next(stream.iter_lines())
-        wait_until(lambda: shown(capsys, served.url)["all"]["tokens_per_second"] > 0)
-        assert shown(capsys, f"{served.url}/v1")["all"]["running"] == 1
+    body = {"prompt": PROMPT, "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+    ended = threading.Event()
+
+    def read() -> None:
+        with httpx.stream("POST", f"{served.url}/v1/completions", timeout=60, json=body) as stream:
+            for _ in stream.iter_lines():
+                if ended.is_set():
+                    break
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        wait_until(lambda: shown(capsys, f"{served.url}/v1")["all"]["running"] == 1)
         assert main(["top", served.url]) == 0
-        head, row = capsys.readouterr().out.splitlines()
-        assert head.split() == ["model", "running", "waiting", "tokens/s", "reused", "first", "token", "p95", "device"]
-        assert re.match(r"tiny +1 +0 +\d+ +\d+ % +≤ \d+ ms +≤ \d+ ms +[\d.]+ of [\d.]+ MiB$", row), row
+    finally:
+        ended.set()
+        reader.join()
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["model", "running", "waiting", "tokens/s", "reused", "first", "token", "p95", "device"]
+    assert re.match(r"tiny +1 +0 +\d+ +\d+ % +≤ [\d,]+ ms +≤ [\d,]+ ms +[\d.]+ of [\d.]+ MiB$", row), row
     served.wait_idle()
 
 

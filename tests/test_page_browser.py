@@ -194,15 +194,18 @@ def test_engine_panel_has_a_row_for_each_model(page: Page) -> None:
         page.wait("document.querySelectorAll('#engine .status tbody tr').length === 3")
         cells = page.eval("[...document.querySelectorAll('#engine .status tr')].map((row) => "
                           "[...row.children].map((cell) => cell.innerText))")
-        assert cells[0] == ["model", "running", "waiting", "tokens/s", "reused", "first token", "95 %", "device"]
+        assert cells[0] == ["model", "running", "waiting", "tokens/s", "reused", "first token", "p95", "device"]
         every, one, two = cells[1:]
         assert (every[0], one[0], two[0], one[4]) == ("all 2", "<b>one</b>", "two", "0 %") and one[5].startswith("≤")
         reused = [int(row[4].removesuffix(" %")) for row in (every, two)]
-        assert 0 < reused[0] < reused[1] and re.fullmatch(r"[\d.]+ \w+ of 32 MiB", every[7])
+        assert 0 < reused[0] < reused[1] and re.fullmatch(r"[\d.]+ \w+ of 12 MiB", one[7])
         panel = page.text("#engine")
-        assert f"from the cache\n{every[4]}" in panel and re.search(r"device\s+[\d.]+ \w+ of 32 MiB", panel)
+        assert f"from the cache\n{every[4]}" in panel and re.search(r"device\s+[\d.]+ \w+ of 24 MiB", panel)
         page.size(360, 740, 2, phone=True)
         assert page.eval("document.querySelector('#engine').scrollWidth") <= 360
+        page.eval("window.shown = document.querySelector('.status'); document.querySelector('.status').scrollLeft = 50")
+        page.wait("document.querySelector('.status') !== window.shown")
+        assert page.eval("document.querySelector('.status').scrollLeft") == 50, "renewed where it was scrolled to"
         served.wait_idle()
 
 
@@ -223,7 +226,11 @@ def test_engine_panel_has_a_row_for_each_replica(page: Page, live: str) -> None:
                 + int(re.search(r'requests_finished_total\{.*"stop"\} (\d+)', text.decode())[1])  # type: ignore[index]
                 for text in (before, after)]
     assert int(re.search(r"answers\s+(\d+)", page.text("#engine"))[1]) == sum(finished)  # type: ignore[index]
-    assert page.eval("document.querySelectorAll('#engine .bar meter').length") == 4, "tiers and pools of all replicas"
+    cache = page.eval("[...document.querySelectorAll('#engine .card')].find((one) => one.innerText.startsWith('Cache'))"
+                      ".innerText")
+    one = page.eval("document.querySelector('#engine .status tbody tr:last-child td:last-child').innerText")
+    size = int(re.search(r"of (\d+) MiB", one)[1])  # type: ignore[index]
+    assert re.fullmatch(rf"Cache\ndevice\n[\d.]+ \w+ of {2 * size} MiB\nK/V pages\n.*\nstate slots\n.*", cache), cache
     assert re.search(r"half of the requests\s+≤", page.text("#engine"))
     page.wait("!document.querySelector('#engine-problem').innerText")
 

@@ -87,12 +87,10 @@ class Figures:
         return {source: Figures(found[source]) for source in sorted(found)}
 
     def since(self, before: Figures) -> Figures:
-        """Returns what counters have counted since then. A counter that is lower now has begun again."""
-        def gained(key: tuple[str, Labels], value: float) -> float:
-            old = before.samples.get(key, 0.0) if key[0].endswith(_COUNTERS) else 0.0
-            return value - old if value >= old else value
-
-        return Figures({key: gained(key, value) for key, value in self.samples.items()})
+        """Returns what counters have counted since then. If one is lower now, all have begun again."""
+        old = {key: value for key, value in before.samples.items() if key[0].endswith(_COUNTERS)}
+        gained = {key: value - old.get(key, 0.0) for key, value in self.samples.items()}
+        return self if any(gained[key] < 0 for key in old.keys() & gained.keys()) else Figures(gained)
 
     def sum(self, name: str) -> float:
         return sum(value for (found, _), value in self.samples.items() if found == name)
@@ -115,13 +113,13 @@ def read_figures(client: ServerClient) -> Figures:
     """Raises UsageError if the server cannot be reached, is not deltic's or wants a key."""
     def read(content: bytes) -> Figures:
         found = Figures(dict(_samples(content.decode())))
-        if not found.sum("build_info"):
-            raise UsageError(f"the server at {client.url} is not a deltic server: its /metrics has no "
-                             "deltic_build_info")
         found.first_tokens()  # raises ValueError for bounds that are no numbers
         return found
 
-    return client.ask("/metrics", read)
+    found = client.ask("/metrics", read)
+    if not found.sum("build_info"):
+        raise UsageError(f"the server at {client.url} is not a deltic server: its /metrics has no deltic_build_info")
+    return found
 
 
 def _samples(page: str) -> Iterator[tuple[tuple[str, Labels], float]]:
@@ -265,7 +263,7 @@ def _rich_table(rows: list[Json]) -> RenderableType:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name, value in rows[0].items():
+    for name in rows[0]:
         is_name = name in ("replica", "model")
         table.add_column(name.replace("_", " "), justify="left" if is_name else "right", no_wrap=True)
     for number, row in enumerate(rows):

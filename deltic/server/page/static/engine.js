@@ -51,11 +51,13 @@ function show(now) {
   keep("running", running);
   const status = statusCard(now, oldest);
   byId("engine").classList.toggle("wide", Boolean(status));
+  const scrolled = document.querySelector(".status")?.scrollLeft ?? 0;
   byId("engine-figures").replaceChildren(...[status,
     plotted("Generation", series.pace, short(series.pace.at(-1)), "tokens/s"),
     plotted("Prompt processing", series.reading, short(series.reading.at(-1)), "tokens/s"),
     plotted("Running", series.running, String(running), `${running === 1 ? "answer" : "answers"}, ${now.sum("requests_waiting") ?? 0} waiting`),
     reuse(recent.prompts), drafts(now), memory(now), firstToken(recent.first), totals(now)].filter(Boolean));
+  if (status) status.scrollLeft = scrolled;
 }
 
 function keep(name, value) {

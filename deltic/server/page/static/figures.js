@@ -31,13 +31,11 @@ export class Figures {
     return this.with(this.samples.filter(({name}) => KEPT.test(name)));
   }
 
-  // What counters have counted since then. A counter that is lower now has begun again.
+  // What counters have counted since then. If one is lower now, all have begun again.
   since(before) {
     const old = new Map(before.samples.filter(({name}) => COUNTERS.test(name)).map(({key, value}) => [key, value]));
-    return this.with(this.samples.map((sample) => {
-      const known = old.get(sample.key) ?? 0;
-      return {...sample, value: sample.value >= known ? sample.value - known : sample.value};
-    }));
+    const gained = this.samples.map((sample) => ({...sample, value: sample.value - (old.get(sample.key) ?? 0)}));
+    return gained.some(({key, value}) => old.has(key) && value < 0) ? this : this.with(gained);
   }
 
   // A Figures for each model of each replica, with the labels that name it.

@@ -12,7 +12,7 @@ export function statusCard(now, before) {
   const rows = sources.map(({replica, model, figures}) =>
     row(names.map((name) => ({replica, model})[name]), figures, old.get(`${replica} ${model}`), now.tiers()));
   const all = names.map((_, index) => (index ? "" : `all ${sources.length}`));
-  const head = [...names, "running", "waiting", "tokens/s", "reused", "first token", "95 %", ...now.tiers()];
+  const head = [...names, "running", "waiting", "tokens/s", "reused", "first token", "p95", ...now.tiers()];
   return el("section.card.status", {}, el("h3", {}, names.includes("replica") ? "Replicas" : "Models"),
     el("table", {}, el("thead", {}, el("tr", {}, head.map((text) => el("th", {scope: "col"}, text)))),
       el("tbody", {}, row(all, now, before, now.tiers()), rows)));
