@@ -226,7 +226,7 @@ def test_replicas_that_do_not_fit_the_terminal_are_counted() -> None:
 
 def test_memory_has_a_fitting_unit() -> None:
     assert [top._memory(*sizes) for sizes in ((0, 0), (512, 1023), (1 << 20, 64 << 20), (5 << 30, 10 << 40))] == [
-        "0.0 of 0.0 B", "512.0 of 1,023.0 B", "1.0 of 64.0 MiB", "0.0 of 10.0 TiB"]
+        "0 of 0 B", "512 of 1,023 B", "1.0 of 64 MiB", "0.0 of 10 TiB"]
 
 
 # Errors

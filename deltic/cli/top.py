@@ -37,8 +37,8 @@ _SAMPLE: Final = re.compile(
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _COUNTERS: Final = ("_total", "_bucket")
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
-_FOOTNOTE: Final = ("reuse and first token: of the last minute if there were requests, else since the start; "
-                    "tokens/s: of the last 10 seconds. Ctrl-C ends.")
+_FOOTNOTE: Final = ("reused, first token: in the last minute, or since the start if there was no request. "
+                    "tokens/s: in the last 10 seconds. Ctrl-C ends.")
 
 Json = dict[str, Any]
 Labels = tuple[tuple[str, str], ...]
@@ -211,7 +211,8 @@ def _within(milliseconds: int | str | None) -> str:
 
 def _memory(bytes: int, budget: int) -> str:
     step = min((max(bytes, budget, 1).bit_length() - 1) // 10, len(_UNITS) - 1)
-    return f"{bytes / 1024 ** step:,.1f} of {budget / 1024 ** step:,.1f} {_UNITS[step]}"
+    used, size = (f"{value:,.{int(0 < value < 10)}f}" for value in (bytes / 1024 ** step, budget / 1024 ** step))
+    return f"{used} of {size} {_UNITS[step]}"
 
 
 def _no_model(client: ServerClient) -> str:
@@ -265,7 +266,7 @@ def _rich_table(rows: list[Json]) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in rows[0]:
         is_name = name in ("replica", "model")
-        table.add_column(name.replace("_", " "), justify="left" if is_name else "right", no_wrap=True)
+        table.add_column(name.replace("_", "\n"), justify="left" if is_name else "right", no_wrap=True)
     for number, row in enumerate(rows):
         style = "bold" if len(rows) > 1 and not number else ""
         table.add_row(*(Text(f"{value:,}" if isinstance(value, int) else value) for value in row.values()), style=style)
