@@ -15,7 +15,7 @@ LINES = {
     ".": 2040,
     "cache": 5830,
     "chat": 7075,
-    "cli": 5200,
+    "cli": 5520,
     "cluster": 1420,
     "config": 1730,
     "embeddings": 2600,
