@@ -39,7 +39,9 @@ def main() -> None:
     config = EngineConfig(device="cuda", gpu_memory=args.gpu_memory, max_context=args.context, quant=args.quant,
                           kv_dtype=args.kv_dtype, expert_compute=args.expert_compute)
     runtime = load(args.file or RandomModel(args.model, head=True), config)
+    loaded = torch.cuda.memory_allocated()
     runtime.warm_up()
+    warm = torch.cuda.memory_allocated()
     engine, failed, began = Engine(runtime), list[str](), time.perf_counter()
     peak = tokens = turns = 0
     with suppress(KeyboardInterrupt):  # ends the turns
@@ -60,7 +62,8 @@ def main() -> None:
         "model": runtime.name, "quant": args.quant, "kv_dtype": args.kv_dtype, "turns": turns, "failed": failed,
         "plan": [*runtime.memory.notes, *runtime.memory.warnings], "limit_mib": limit >> 20, "peak_mib": peak >> 20,
         "fits": peak <= limit, "reserved_mib": torch.cuda.max_memory_reserved() >> 20,
-        "allocated_mib": torch.cuda.max_memory_allocated() >> 20, "generated": tokens,
+        "allocated_mib": torch.cuda.max_memory_allocated() >> 20, "loaded_mib": loaded >> 20, "warm_mib": warm >> 20,
+        "token_budget": engine.scheduler.token_budget, "generated": tokens,
         "preemptions": engine.scheduler.preemptions, "seconds": round(seconds, 1), **_layers(runtime),
         **_alone(engine, failed)})
     engine.close()

@@ -19,7 +19,7 @@ LINES = {
     "cluster": 1420,
     "config": 1730,
     "embeddings": 2600,
-    "engine": 3670,
+    "engine": 3690,
     "export": 3950,
     "loader": 6150,
     "model": 1090,
@@ -30,7 +30,7 @@ LINES = {
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 274
+FILES_AT_MOST = 275
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

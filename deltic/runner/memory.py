@@ -150,13 +150,15 @@ def _card_budget(options: EngineConfig, card: CardMemory) -> int:
 
 
 def card_memory(options: EngineConfig, steps: int = 0) -> CardMemory:
-    """Returns the memory of the options' GPU. What torch keeps for later counts as free."""
+    """Returns the memory of the options' GPU. What torch keeps for later counts as free. Where `gpu_memory` restricts
+    torch, what will be allocated besides it counts as taken."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(options.device)
     limit = options.gpu_memory_bytes or int(total * (options.gpu_memory_utilization or SHARE))
-    option = "gpu_memory_utilization" if options.gpu_memory is None else "gpu_memory"
-    return CardMemory(min(limit, total), total - free, steps, option)
+    if options.gpu_memory is None:
+        return CardMemory(min(limit, total), total - free, steps, "gpu_memory_utilization")
+    return CardMemory(min(limit, total), total - free + _OUTSIDE, steps)
 
 
 def free_on_card(options: EngineConfig) -> int:
@@ -179,7 +181,7 @@ def expected_card(config: ModelConfig, options: EngineConfig, weights: int) -> C
     elif options.gpu_memory_bytes is None:
         return None
     else:
-        card = CardMemory(options.gpu_memory_bytes, _CONTEXT, 0)
+        card = CardMemory(options.gpu_memory_bytes, _CONTEXT + _OUTSIDE, 0)
     steps = working_bytes(config, fit_steps(options, card.limit).token_budget)
     return replace(card, taken=card.taken + weights, steps=steps)
 
@@ -192,10 +194,10 @@ def fit_card(options: EngineConfig) -> EngineConfig:
     card = card_memory(options)
     if options.gpu_memory is not None:
         total, reserved = torch.cuda.mem_get_info(options.device)[1], torch.cuda.memory_reserved(options.device)
-        left = card.limit - (card.taken - reserved) - _OUTSIDE
+        left = card.limit - (card.taken - reserved)
         if left <= 0:
             raise ConfigError(f"gpu_memory={options.gpu_memory} is less than CUDA and other programs take on this GPU, "
-                              f"{card.taken - reserved + _OUTSIDE >> 20} MiB: raise it", "gpu_memory")
+                              f"{card.taken - reserved >> 20} MiB: raise it", "gpu_memory")
         torch.cuda.set_per_process_memory_fraction(left / total, torch.device(options.device).index)
     if card.limit <= _SMALL_CARD:
         _keep_blocks_whole()
