@@ -15,7 +15,7 @@ LINES = {
     ".": 2040,
     "cache": 5830,
     "chat": 7075,
-    "cli": 5200,
+    "cli": 5520,
     "cluster": 1420,
     "config": 1730,
     "embeddings": 2600,
@@ -30,7 +30,7 @@ LINES = {
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 273
+FILES_AT_MOST = 275
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20
