@@ -206,7 +206,7 @@ class History:
     def remember(self, turn: HistoryTurn, hidden: Sequence[int], begun: Sequence[int], tokens: Sequence[int],
                  finish: Finish, answer: Answer, whole: bool) -> AnswerEnd | None:
         """Records one finished answer. hidden: the request's stop ids. begun: tokens of the answer that the request
-        had. tokens: those that were generated, with the end token.
+        had. tokens: the generated ones, with the end token.
         whole: the text ended with the tokens, outside of think blocks and calls, and not at a stop string. Returns its
         end if a conversation can go on there."""
         tokens = [*begun, *tokens]

@@ -184,10 +184,10 @@ class ChatProcessor:
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
              answer: AnswerForm = FREE, variables: Mapping[str, Any] | None = None,
              history: str | AnswerEnd | None = None, thinking_budget: int | None = None,
-             pictures: Shown | RequestError | None = None, begun: Sequence[int] = ()) -> PreparedRequest:
+             pictures: Shown | RequestError | None = None) -> PreparedRequest:
         """Prepares the next turn of a conversation; RequestError names a wrong field.
 
-        answer: the tools that it may or must call, and the format of its content.
+        answer: the tools that it may or must call, the format of its content, and the tokens that it begins with.
         variables: template variables, such as enable_thinking; also add_generation_prompt and continue_final_message as
             in transformers. Only answers that begin a turn are recorded.
         history: in place of the processor's; or the end of a recorded answer that the messages follow, in place of the
@@ -196,8 +196,6 @@ class ChatProcessor:
             the template closes one.
         pictures: decoded media by field, or the error to raise. Then nothing is fetched, and UnreadImages is raised if
             one is missing.
-        begun: token ids that the answer begins with, as part of the prompt and of the text. An end token behind them
-            ends it there.
         """
         fork, history = (history, None) if isinstance(history, AnswerEnd) else (None, history)
         mode = self._mode(history, variables or {})
@@ -205,7 +203,7 @@ class ChatProcessor:
         _check(mode, budget, RequestError)
         template = self._template(tools)
         variables, opens = _opens(self._with_thinking(variables))
-        begun, sampling = self._beginning(begun, sampling, opens)
+        begun, sampling = self._beginning(answer.begun, sampling, opens)
         reading = None
         if self._vision:
             reading = Reading(self._vision, self.tokenizer.encode, self._limits, self._bound.tokens, self._fetches)
@@ -241,13 +239,12 @@ class ChatProcessor:
         thinks = THINK in template.source and not closes_thinking(turn.ids, self.tokenizer)
         return _constrained(prepared, grammar, closing.rest_ids, thinks)
 
-    def _beginning(self, tokens: Sequence[int], sampling: SamplingParams, opens: Opens
+    def _beginning(self, begun: tuple[int, ...], sampling: SamplingParams, opens: Opens
                    ) -> tuple[tuple[int, ...], SamplingParams]:
         """Returns the tokens that an answer begins with, and no more tokens to generate if an end token ends them."""
-        if tokens and opens != "turn":
+        if begun and opens != "turn":
             raise RequestError("prefix_token_ids begin a new answer: leave out continue_final_message and "
                                "add_generation_prompt", "prefix_token_ids")
-        begun = tuple(tokens)
         if begun and begun[-1] in self.tokenizer.ends:
             begun, sampling = begun[:-1], replace(sampling, max_tokens=0)
         for place, token in enumerate(begun):

@@ -360,7 +360,7 @@ def prepare_chat(served: ServedModel, body: ChatRequest, translated: bool = Fals
     prepared = processor.chat(
         messages, body.sampling(served.limits), tools=tools, history=fork or body.history,
         variables=body.variables(partial(processor.knows, tools=tools)), thinking_budget=body.thinking_budget,
-        pictures=served.pictures, answer=AnswerForm(choice, body.output_format()), begun=_beginning(served, body))
+        pictures=served.pictures, answer=AnswerForm(choice, body.output_format(), _beginning(served, body)))
     prepared = _truncated(served, body, prepared)
     _check_scores(served, [prepared])
     if not translated:
@@ -413,14 +413,14 @@ def _infilled(served: ServedModel, prompt: str | list[int], infill: Infill, body
     return [*before, *infill.ids(ids, behind)]
 
 
-def _beginning(served: ServedModel, body: ChatRequest) -> list[int]:
+def _beginning(served: ServedModel, body: ChatRequest) -> tuple[int, ...]:
     """Returns the tokens that the answer begins with."""
     tokens, size = body.prefix_token_ids or [], served.llm.runtime.config.vocab_size
     for place, token in enumerate(tokens):
         if not 0 <= token < size:
             raise RequestError(f"prefix_token_ids[{place}] must be a token id from 0 to {size - 1}, not {show(token)}",
                                "prefix_token_ids")
-    return tokens
+    return tuple(tokens)
 
 
 def _unbounded(served: ServedModel, body: _CommonFields) -> ServedModel:
