@@ -46,7 +46,7 @@ function viewOf(node, last) {
   const siblings = versions(talk, node);
   return messageView(node, {at: siblings.indexOf(node), of: siblings.length}, {
     edit: (old, content) => send(content, old.parent, {images: old.images, files: old.files}),
-    regenerate: (old) => start(old.parent, old.error && old.begun ? beginning(old, old.tokens.slice(0, old.begun)) : {}),
+    regenerate: (old) => start(old.parent, old.error ? begunWith(old) : {}),
     choose: (old, index) => showBranch(versions(talk, old)[index]),
     results: last ? sendResults : null,
     branch: last ? null : continueFrom,
@@ -119,6 +119,7 @@ function sendResults(node, results) {
 }
 
 const beginning = (node, tokens) => ({tokens, begun: tokens.length, asked: node.asked});
+const begunWith = (node) => (node.begun ? beginning(node, node.tokens.slice(0, node.begun)) : {});
 
 // The next message follows this answer, in a branch of its own.
 function continueFrom(node) {
@@ -133,7 +134,10 @@ function continueWith(node, index, [id, text, logprob]) {
   const {model} = node.asked;
   if (running.has(talk.id)) toast("Wait for the answer, or stop it.");
   else if (model !== prompted().model) toast(`These tokens are of the model ${model}: choose it first.`);
-  else start(node.parent, beginning(node, [...node.tokens.slice(0, index), [id, text, logprob, node.tokens[index][3]]]));
+  else {
+    const chosen = [id, text, logprob, node.tokens[index][3]];
+    start(node.parent, beginning(node, [...node.tokens.slice(0, index), chosen]));
+  }
 }
 
 // The answer once more, with tokens, as all later ones.

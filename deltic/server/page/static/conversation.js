@@ -1,6 +1,7 @@
 // A conversation is a tree of messages: editing and regenerating add a sibling, so that nothing is ever lost.
-// {id, title, created, updated, leaf, nodes: {id: {id, parent, at, role, content, ...}}}. An answer whose tokens were asked
-// for has `tokens`, `begun`, the number of them that the request had, and `asked`, what its prompt depends on.
+// {id, title, created, updated, leaf, nodes: {id: {id, parent, at, role, content, ...}}}
+// An answer whose tokens were asked for has `tokens`; `asked`, what its prompt depends on; and `begun`, the number of
+// tokens that the request had.
 
 import {freshId} from "./dom.js";
 import {keepTokens} from "./tokens.js";

@@ -32,7 +32,8 @@ export function prompted() {
 
 // The other fields that follow from the settings.
 export function sampled() {
-  return Object.fromEntries(NUMBERS.filter((name) => settings[name] !== "").map((name) => [name, Number(settings[name])]));
+  const given = NUMBERS.filter((name) => settings[name] !== "");
+  return Object.fromEntries(given.map((name) => [name, Number(settings[name])]));
 }
 
 export const wantsTokens = () => settings.alternatives === "on";

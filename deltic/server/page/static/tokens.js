@@ -1,5 +1,5 @@
 // The tokens of an answer, and the ones that the model could have written in their place.
-// A token is [id, text, logprob, alternatives]; the alternatives are the most probable tokens: [[id, text, logprob], ...].
+// A token is [id, text, logprob, alternatives]; alternatives are the most probable tokens: [[id, text, logprob], ...].
 
 import {el} from "./dom.js";
 
@@ -70,7 +70,7 @@ export class TokenView {
 
   #pressed(event) {
     const token = event.target.closest(".token");
-    if (!token) return;
+    if (!token || event.altKey || event.ctrlKey || event.metaKey) return;
     const all = this.root.children;
     const next = {ArrowRight: token.nextElementSibling, ArrowDown: token.nextElementSibling, Home: all[0],
       ArrowLeft: token.previousElementSibling, ArrowUp: token.previousElementSibling, End: all[all.length - 1]};
@@ -120,7 +120,8 @@ function openMenu(anchor, [id, text, logprob, tops], choose) {
 }
 
 function alternative([, text, logprob], chosen, onclick) {
-  return el(`button.alternative${chosen ? ".current" : ""}`, {type: "button", onclick, "aria-current": chosen && "true"},
+  const kind = `button.alternative${chosen ? ".current" : ""}`;
+  return el(kind, {type: "button", onclick, "aria-current": chosen && "true"},
     el("code", {}, visible(text)), el("meter", {min: 0, max: 1, value: Math.exp(logprob), "aria-label": "Probability"}),
     el("span", {}, percent(logprob)));
 }

@@ -78,15 +78,16 @@ function onPath(talk, wanted) {
 
 // The beginning of a message; of an answer that continues another one, from the token on that was chosen.
 function labelOf(node) {
+  const attached = node.files ? "A file" : node.images ? "A picture" : "…";
   const whole = node.begun ? `… ${node.tokens.slice(node.begun - 1).map(([, text]) => text).join("")}`
-    : node.content || node.reasoning || node.calls?.[0]?.name || (node.files ? "A file" : node.images ? "A picture" : "…");
+    : node.content || node.reasoning || node.calls?.[0]?.name || attached;
   const text = whole.slice(0, 4 * LABEL).replace(/\s+/g, " ").trim();
   return `${node.role === "tool" ? `${node.name}: ` : ""}${text.length > LABEL ? `${text.slice(0, LABEL)}…` : text}`;
 }
 
 function pressed(event) {
   const row = event.target.closest(".branch");
-  if (!row) return;
+  if (!row || event.altKey || event.ctrlKey || event.metaKey) return;
   const rows = [...byId("tree").children];
   const at = rows.indexOf(row);
   const level = (other) => Number(other?.getAttribute("aria-level") ?? 0);
