@@ -80,6 +80,11 @@ def test_an_answer_continues_its_own_tokens(served: Served) -> None:
         assert again["choices"][0]["message"] == message
         assert ids_of(again) == tokens[cut:] and again["usage"]["prompt_tokens"] == prompt + cut
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= prompt - 1
+    drawn = {"temperature": 3.0, "seed": 5, "max_tokens": 12, **SCORED}
+    sampled = ids_of(ask(served, **drawn))
+    assert sampled != tokens
+    for cut in (1, 5, 11):
+        assert ids_of(ask(served, **{**drawn, "max_tokens": 12 - cut}, prefix_token_ids=sampled[:cut])) == sampled[cut:]
     text, scores = streamed(served, prefix_token_ids=tokens[:3], **SCORED)
     assert text["content"] == message["content"] and len(scores) == len(tokens) - 3
 
