@@ -141,6 +141,20 @@ def test_thinking_goes_on(streams: bool) -> None:
         assert b"".join(bytes(one["bytes"]) for one in scores).decode().strip() == "It is 4."
 
 
+def test_the_model_goes_on_thinking(served: Served) -> None:
+    """Within the think block, at its end and after it; the next turn resumes at the end, thinking included."""
+    first = ask(served, enable_thinking=True, max_tokens=80, **SCORED)
+    message, tokens = first["choices"][0]["message"], ids_of(first)
+    assert message["reasoning_content"] and message["content"]
+    for cut in range(1, len(tokens), 3):
+        again = ask(served, enable_thinking=True, max_tokens=80, prefix_token_ids=tokens[:cut])
+        assert again["choices"][0]["message"] == message, cut
+    usage = again["usage"]
+    said = {name: message[name] for name in ("role", "content", "reasoning_content")}
+    cached = ask(served, [*QUESTION, said, *USER])["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= usage["prompt_tokens"] + usage["completion_tokens"] - 1
+
+
 def test_a_tool_call_goes_on() -> None:
     whole = encode("I look.\n" + CALL)
     for cut in range(1, len(whole), 5):
