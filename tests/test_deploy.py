@@ -24,7 +24,7 @@ from test_server_harness import wait_until
 from test_server_metrics import PARTS, Page, all_metrics, parse
 
 from deltic.cli import command_parser
-from deltic.cli.options import words_of
+from deltic.cli.options import engine_options, words_of
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -124,7 +124,7 @@ def test_both_stages_have_the_python_of_the_tests() -> None:
 def test_extras_exist() -> None:
     texts = (DEPLOY / "Containerfile").read_text(encoding="utf-8") + PAGE
     named = re.findall(r"(?:EXTRAS=|dependencies[\w .]*, such as `?)([a-z,]+)", texts)
-    assert len(named) == 3
+    assert len(named) == 2
     assert {name for names in named for name in names.split(",")} == {"cluster", "states", "video"} <= {*EXTRAS}
 
 
@@ -133,10 +133,9 @@ def test_the_container_serves_as_its_files_say() -> None:
     assert args.model == "tiny" and args.host == "0.0.0.0" and args.port is None
     assert only(FINAL, "EXPOSE") == "8000"
     volumes = json.loads(only(FINAL, "VOLUME"))
-    assert args.cache_dir in volumes and args.cache_dir in only(FINAL, "RUN")
-    kept = environment()
-    assert [path for path in volumes if kept["HF_HOME"].startswith(path)] == ["/models"]
-    assert kept["XDG_CACHE_HOME"].startswith(args.cache_dir)
+    kept, state = environment(), engine_options(args)["cache_dir"]
+    assert volumes == ["/models", state] and state in only(FINAL, "RUN")
+    assert kept["HF_HOME"].startswith("/models/") and kept["XDG_CACHE_HOME"].startswith(f"{state}/")
     user, check = only(FINAL, "USER"), only(FINAL, "HEALTHCHECK")
     assert user.partition(":")[0] in only(FINAL, "RUN").split() and user.split(":")[0] != "0"
     assert {*re.findall(r":8000(/\w+)", check)} < SERVED
@@ -178,7 +177,7 @@ def test_compose_gives_the_server_valid_options(tmp_path: Path) -> None:
     options["api-key-file"] = str(tmp_path / "key")
     (tmp_path / "key").touch()
     args = served_by(words_of(command_parser("serve"), "deltic.yaml", options))
-    assert args.model == "tiny" and args.cache_disk_gb == 20
+    assert args.model == "tiny" and engine_options(args) == {"cache_disk_gb": 20.0}
     assert seconds(service["stop_grace_period"]) >= DRAIN + 60
 
 
@@ -221,7 +220,8 @@ def test_the_systemd_unit_starts_the_server() -> None:
     program, name, *words = command.replace("%S", "/var/lib").replace("$DELTIC_OPTIONS", given).split()
     args = served_by(words)
     assert (program, name) == ("/opt/deltic/bin/deltic", "serve") and f"{program.rpartition('/')[0]}/pip" in PAGE
-    assert args.model == "tiny" and args.host is None and args.cache_dir == f"/var/lib/{unit()['StateDirectory'][0]}"
+    assert args.model == "tiny" and args.host is None
+    assert engine_options(args)["cache_dir"] == f"/var/lib/{unit()['StateDirectory'][0]}"
     assert seconds(stop) >= DRAIN + 60
     assert unit()["EnvironmentFile"] == ["/etc/deltic.env"] and unit()["DynamicUser"] == ["yes"]
     assert all(len(values) == 1 for values in unit().values())
