@@ -176,8 +176,9 @@ def test_compose_gives_the_server_valid_options(tmp_path: Path) -> None:
     assert options["api-key-file"] == f"/run/secrets/{service['secrets'][0]}"
     options["api-key-file"] = str(tmp_path / "key")
     (tmp_path / "key").touch()
-    args = served_by(words_of(command_parser("serve"), "deltic.yaml", options))
-    assert args.model == "tiny" and engine_options(args) == {"cache_disk_gb": 20.0}
+    entry = json.loads(only(FINAL, "ENTRYPOINT"))[2:]
+    args = served_by([*words_of(command_parser("serve"), "deltic.yaml", options), *entry])
+    assert args.model == "tiny" and engine_options(args)["cache_disk_gb"] == 20
     assert seconds(service["stop_grace_period"]) >= DRAIN + 60
 
 
