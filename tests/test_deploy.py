@@ -20,6 +20,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 from test_server_harness import wait_until
 from test_server_metrics import PARTS, Page, all_metrics, parse
 
@@ -32,7 +33,8 @@ PAGE = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
 FILES = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True,
                        capture_output=True, text=True).stdout.splitlines()
 SERVED = {"/health", "/ready", "/metrics"}
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = SETTINGS["project"]
 DRAIN = command_parser("serve").parse_mixed([]).drain_seconds
 """Default seconds that running answers have after SIGTERM."""
 Step = tuple[str, str]
@@ -97,9 +99,8 @@ def test_the_build_context_has_the_copied_files_and_nothing_else() -> None:
 
 def test_the_build_has_what_the_package_needs() -> None:
     sources = {source for name, rest in BUILD if name == "COPY" for source in shlex.split(rest)[:-1]}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    needed = {project["project"]["readme"], *project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"],
-              "csrc", "hatch_build.py", "pyproject.toml", "constraints.txt"}
+    packages = SETTINGS["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    needed = {PROJECT["readme"], *packages, "csrc", "hatch_build.py", "pyproject.toml", "constraints.txt"}
     assert needed <= sources
 
 
@@ -115,17 +116,18 @@ def test_run_steps_are_valid() -> None:
     assert paths == {"/opt/deltic"} == {rest.split()[1] for name, rest in FINAL if name == "COPY"}
 
 
-def test_both_stages_have_the_python_of_the_tests() -> None:
-    images = [only(stage, "FROM").removesuffix(" AS build") for stage in (BUILD, FINAL)]
-    assert len({*images}) == 1
-    assert images[0].startswith(f"docker.io/library/python:{sys.version_info[0]}.{sys.version_info[1]}-slim")
+def test_both_stages_have_a_python_that_the_package_supports() -> None:
+    [image] = {only(stage, "FROM").removesuffix(" AS build") for stage in (BUILD, FINAL)}
+    version = image.removeprefix("docker.io/library/python:").removesuffix("-slim-bookworm")
+    assert SpecifierSet(PROJECT["requires-python"]).contains(version)
 
 
 def test_extras_exist() -> None:
     texts = (DEPLOY / "Containerfile").read_text(encoding="utf-8") + PAGE
     named = re.findall(r"(?:EXTRAS=|dependencies[\w .]*, such as `?)([a-z,]+)", texts)
     assert len(named) == 2
-    assert {name for names in named for name in names.split(",")} == {"cluster", "states", "video"} <= {*EXTRAS}
+    assert {name for names in named for name in names.split(",")} == {"cluster", "states", "video"} <= {
+        *PROJECT["optional-dependencies"]}
 
 
 def test_the_container_serves_as_its_files_say() -> None:
@@ -356,7 +358,8 @@ def test_the_page_names_options_of_the_commands() -> None:
     prose = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)
     options = {option for command in ("serve", "inspect", "doctor")
                for option in command_parser(command)._option_string_actions}
-    docker = {"--build-arg", "--cap-drop", "--entrypoint", "--format", "--read-only", "--rm", "--stop-timeout", "--tmpfs"}
+    docker = {"--build-arg", "--cap-drop", "--entrypoint", "--format", "--read-only", "--rm", "--stop-timeout",
+              "--tmpfs"}
     named = {*re.findall(r"(?<![\w-])--[a-z][a-z-]+", " ".join(re.findall(r"`[^`\n]+`", prose)))}
     assert named - docker <= options and len(named) > 10
 
