@@ -1,7 +1,7 @@
 """Lines of conversations in the cache: what a branch keeps is evicted before its main line.
 
 The machine plays a main line with sub-agents, titles, retries and forks, and other clients beside them, in a cache that
-holds the main line and what runs, and next to nothing else. Whatever the branches do, the main line's next turn resumes
+holds the main line and one branch, and next to nothing else. Whatever the branches do, the main line's next turn resumes
 at the end of its last one.
 """
 
@@ -27,6 +27,7 @@ from test_cache_frames import toy_shared
 from test_cache_machine import PHASES, step, toy_cache
 
 from deltic.cache import lineage
+from deltic.cache.block_accounts import BlockAccounts
 from deltic.cache.handles import SequenceCache
 from deltic.cache.lineage import Line, Lines
 from deltic.cache.manager import HybridCache
@@ -41,11 +42,12 @@ SOME = st.lists(st.integers(0, 3), min_size=1, max_size=2 * PAGE + 5)
 
 @dataclass(eq=False)
 class Talk:
-    """A conversation: its tokens so far, and the sequence of the turn that runs."""
+    """A conversation: its tokens so far, the sequence of the turn that runs, and the line of one that was preempted."""
 
     lineage: Lineage
     tokens: list[int] = field(default_factory=list)
     running: SequenceCache | None = None
+    line: Line | None = None
 
 
 class LineageMachine(RuleBasedStateMachine):
@@ -70,37 +72,61 @@ class LineageMachine(RuleBasedStateMachine):
 
     def fits(self, pages: int, slots: int) -> bool:
         """True if it runs beside the main line's end, for which these pages and a slot stay, and a slot more while it
-        is copied."""
+        is copied. States that running sequences hold for checkpoints take no part."""
         held = {page for owner in self.cache.accounts.owners for page in owner.pages}
-        busy = self.cache.accounts.held_slots
+        busy = len(self.cache.accounts.owners)
         return len(held) + pages <= ROOM[0] and busy + slots < ROOM[1]
 
     def begin(self, talk: Talk, said: list[int]) -> bool:
-        """Admits the next turn and prefills its prompt; False, and nothing happens, if it has no room."""
+        """Admits the next turn and prefills its prompt, with checkpoints that wait for its first token; False, and
+        nothing happens, if it has no room."""
         prompt = [*talk.tokens, *said]
-        if talk is not self.main and not self.fits(-(-len(prompt) // PAGE) + 2, 2):
+        if talk is not self.main and not self.may_take(talk, -(-len(prompt) // PAGE) + 2, 2):
             return False
-        cache = self.cache.admit(prompt, lineage=talk.lineage, keys=list(prompt))
-        assert cache is not None
+        cache = self.cache.admit(prompt, len(prompt) + 1, lineage=talk.line or talk.lineage, keys=list(prompt))
+        if cache is None:
+            assert self.cache.spared and talk in self.branches
+            return False
         talk.running, talk.tokens = cache, prompt
-        self.grow(talk, prompt[cache.done:])
-        kept = self.cache.reserve_checkpoint(cache, cache.done)
-        if kept is not None:
-            cache.likely_resume.add(cache.done)
-            self.cache.accounts.copy_state(cache, kept)
-            self.cache.commit_checkpoints(cache)
+        for position in (*range(cache.done + 3, len(prompt), 3), len(prompt)):
+            if not self.grow(talk, prompt[cache.done:position]):
+                return True
+            kept = self.cache.reserve_checkpoint(cache, position)
+            if kept is not None:
+                cache.likely_resume.add(position)
+                self.cache.accounts.copy_state(cache, kept)
         return True
 
-    def grow(self, talk: Talk, tokens: list[int]) -> None:
+    def may_take(self, talk: Talk, pages: int, slots: int) -> bool:
+        """True if it fits, or if it is a branch that would fit alone and has others that run: these are preempted, or
+        it waits for them."""
+        own = len(talk.running.pages) if talk.running else 0
+        others = any(one.running for one in self.branches if one is not talk)
+        return self.fits(pages, slots) or (talk in self.branches and others and own + pages <= ROOM[0])
+
+    def grow(self, talk: Talk, tokens: list[int]) -> bool:
+        """False if it was preempted."""
         cache = talk.running
-        assert cache is not None and self.cache.reserve(cache, len(tokens)) == len(tokens)
+        assert cache is not None
+        while self.cache.reserve(cache, len(tokens)) < len(tokens):
+            assert self.cache.spared, "it does not fit alone"
+            victim = next(one for one in reversed(self.branches) if one.running)
+            assert victim.running
+            victim.tokens, victim.line = list(victim.running.tokens), victim.running.line
+            self.cache.commit_checkpoints(victim.running)
+            self.cache.release(victim.running, keep=True, ended=False)
+            victim.running = None
+            if victim is talk:
+                return False
         step(self.cache, cache, tokens)
+        return True
 
     def end(self, talk: Talk) -> None:
         assert talk.running is not None
         talk.tokens = list(talk.running.tokens)
+        self.cache.commit_checkpoints(talk.running)
         self.cache.release(talk.running, keep=True)
-        talk.running = None
+        talk.running = talk.line = None
 
     def turn(self, talk: Talk, said: list[int], answer: list[int]) -> int:
         """A whole turn. Returns the cached tokens."""
@@ -138,20 +164,29 @@ class LineageMachine(RuleBasedStateMachine):
         name = f"agent {next(self.names)}"
         talk = Talk(MAIN if kind == "title" else Lineage(name, "main"), self.opening())
         if kind.startswith("fork"):
-            trunk = self.branches[pick % len(self.branches)] if self.branches and kind != "fork" else self.main
+            ended = [self.main, *(one for one in self.branches if not (one.running or one.line))]
+            trunk = self.main if kind == "fork" else ended[pick % len(ended)]
             talk = Talk(replace(trunk.lineage, forks=True), list(trunk.tokens))
-        if self.begin(talk, [7]):
-            self.branches.append(talk)
+        self.branches.append(talk)
+        if not self.begin(talk, [7]):
+            self.branches.remove(talk)
 
     @precondition(lambda self: self.branches)
     @rule(pick=st.integers(0, 9), tokens=SOME)
     def branch_goes_on(self, pick: int, tokens: list[int]) -> None:
         talk = self.branches[pick % len(self.branches)]
         if talk.running is None:
-            if talk.lineage != MAIN:  # a title has one turn
+            if talk.lineage != MAIN or talk.line:  # a title has one turn
                 self.begin(talk, tokens)
-        elif self.fits(3, 0):
+        elif self.may_take(talk, 3, 0):
             self.grow(talk, tokens)
+
+    @precondition(lambda self: self.branches)
+    @rule(pick=st.integers(0, 9))
+    def branch_has_its_first_token(self, pick: int) -> None:
+        running = self.branches[pick % len(self.branches)].running
+        if running is not None:
+            self.cache.commit_checkpoints(running)
 
     @precondition(lambda self: self.branches)
     @rule(pick=st.integers(0, 9), rests=st.booleans())
@@ -159,13 +194,17 @@ class LineageMachine(RuleBasedStateMachine):
         talk = self.branches[pick % len(self.branches)]
         if talk.running is None:
             return
-        if rests:  # it is preempted, and goes on
+        if rests and self.fits(1, 1):  # it is preempted, and goes on
             rest = self.cache.preempt(talk.running, keep=True)
             line, known = talk.running.line, list(talk.running.tokens)
-            cache = self.cache.admit([*known, 8], lineage=line or Lineage(), keys=[*known, 8])
+            room = len(known) + 2 if self.cache.accounts.owners else 0
+            cache = self.cache.admit([*known, 8], room, lineage=line or Lineage(), keys=[*known, 8])
             self.cache.resume_preempted(rest, cache)
-            assert cache and cache.done == len(known) and cache.line is line
-            talk.running = cache
+            talk.running, talk.tokens, talk.line = cache, known, line
+            if cache is None:
+                assert self.cache.spared
+            else:
+                assert cache.done == len(known) and cache.line is line
         else:
             self.end(talk)
 
@@ -180,6 +219,10 @@ class LineageMachine(RuleBasedStateMachine):
     @invariant()
     def accounts_add_up(self) -> None:
         self.cache.check()
+
+    @invariant()
+    def main_keeps_its_end(self) -> None:
+        self.check_main(self.cache.tree.cached_length([*self.main.tokens, 5]))
 
 
 class LineageInFrames(LineageMachine):
@@ -204,6 +247,9 @@ def by_worth_alone(tree: PrefixTree, checkpoint: Checkpoint) -> tuple[bool, bool
     pytest.param(lambda patch: patch.setattr(PrefixTree, "_order", by_worth_alone), id="no lines"),
     pytest.param(lambda patch: patch.setattr(Line, "enter", lambda line: None), id="never active"),
     pytest.param(lambda patch: patch.setattr(lineage, "_MOST_ENDS", 1), id="one end"),
+    pytest.param(lambda patch: patch.setattr(Line, "needed", lambda line, resumed: set()), id="nothing is spared"),
+    pytest.param(lambda patch: patch.setattr(BlockAccounts, "drop_checkpoint", lambda accounts, slots: False),
+                 id="checkpoints to come are not dropped"),
 ])
 def test_the_machine_finds_broken_rules(broken: Callable[[pytest.MonkeyPatch], None],
                                         monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,8 +290,44 @@ def test_a_checkpoint_does_not_take_the_place_of_a_main_line() -> None:
     branch = spoken(cache, [2] * 20, Lineage("agent", "main"))
     assert cache.reserve_checkpoint(branch, 20) is not None and cache.reserve_checkpoint(branch, 10) is None
     assert end and end.line
+    cache.release(branch)
+
+
+def test_a_branch_waits_for_its_relatives_and_another_client_does_not() -> None:
+    """A sequence takes the slot of a checkpoint that is not in the tree yet, but not that of its main line. Another
+    client's sequence does, and so does a branch that waits for none of its own."""
+    cache = toy_cache(20, 3)
+    end = cache.release(spoken(cache, [1] * 20, MAIN), keep=True)
+    first = spoken(cache, [2] * 20, Lineage("agent", "main"))
+    assert cache.reserve_checkpoint(first, 20) is not None and cache.slots.free == 0
     second = spoken(cache, [3] * 20, Lineage("second", "main"))
-    assert second is None or end.line is None, "a sequence comes before anything that is kept"
+    assert not first.checkpoint_slots and cache.slots.free == 0 and end and end.line
+    assert cache.admit([4] * 20, 21, lineage=Lineage("third", "main")) is None and cache.spared == {end}
+    cache.release(second)
+    stranger = spoken(cache, [5] * 20, Lineage())
+    assert end.line and cache.admit([4] * 20, 21, lineage=Lineage("third", "main")) is None
+    another = cache.admit([6] * 20, 21)
+    assert another and not cache.spared and end.line is None, "another client waits for a main line"
+    for sequence in (another, first):
+        cache.release(sequence)
+    end = cache.release(spoken(cache, [1] * 20, MAIN), keep=True)
+    second_stranger = spoken(cache, [5] * 20, Lineage())
+    alone = cache.admit([4] * 20, 21, lineage=Lineage("third", "main"))
+    assert alone and end and end.line is None
+    for sequence in (stranger, second_stranger, alone):
+        cache.release(sequence)
+    cache.check()
+
+
+def test_a_page_comes_from_a_relative_before_the_main_line() -> None:
+    """Of seven pages the main line has three and each branch two: a third page has to come from the other branch."""
+    cache = toy_cache(7, 6)
+    end = cache.release(spoken(cache, [1] * 40, MAIN), keep=True)
+    first, second = (spoken(cache, [2 + one] * 20, Lineage(f"agent {one}", "main")) for one in range(2))
+    assert cache.reserve(first, 20) == 12 and cache.spared == {end}
+    cache.release(second, keep=True, ended=False)
+    assert cache.reserve(first, 20) == 20 and end and end.line
+    assert cache.reserve(first, 80) == 80 and end.line is None, "nothing else is left"
     cache.check()
 
 

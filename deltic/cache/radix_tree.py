@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -73,7 +74,7 @@ class Checkpoint:
     preempted: number of preempted sequences that will go on here.
     line: the conversation that goes on here, if known.
     uses: number of sequences that resumed here.
-    locks: number of sequences that are just resuming here.
+    locks: number of admissions that need it just now.
     superseded: later checkpoints of the same conversation, which a prompt that resumes here abandons.
     age: of the tree at the last use.
     """
@@ -174,6 +175,20 @@ class PrefixTree:
         """Returns the checkpoint at the very end of `tokens`."""
         *_, (node, depth, rest) = self._walk(tokens)
         return node.checkpoints.get(rest) if depth == node.depth else None
+
+    @contextmanager
+    def locking(self, checkpoints: Collection[Checkpoint]) -> Iterator[None]:
+        """Keeps these checkpoints from eviction for a `with` block."""
+        for one in checkpoints:
+            one.locks += 1
+        try:
+            yield
+        finally:
+            for one in checkpoints:
+                one.locks -= 1
+
+    def locked(self) -> list[Checkpoint]:
+        return [one for one in self._checkpoints if one.locks]
 
     def holds(self, checkpoint: Checkpoint) -> bool:
         """Returns True until a checkpoint is evicted. Thread-safe."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence as List
 from functools import partial
 
 from deltic.cache.handles import SequenceCache
+from deltic.cache.lineage import Line
 from deltic.cache.manager import HybridCache
 from deltic.engine.policy import (
     QUANTUM,
@@ -303,14 +304,15 @@ class Scheduler:
                     self.failed.append((sequence, error))
                     waits = True
                 if not waits:
-                    if sequence.cache is None:
+                    if sequence.cache is not None:
+                        sequence.queue.turn = self._step
+                        self._end_rest(sequence)
+                        self.running.append(sequence)
+                        examined -= 1
+                        continue
+                    if not self.cache.spared:  # a branch that waits for its relatives holds nobody up
                         self.waiting.appendleft(sequence)
                         break
-                    sequence.queue.turn = self._step
-                    self._end_rest(sequence)
-                    self.running.append(sequence)
-                    examined -= 1
-                    continue
             held.append(sequence)
             loads += sequence.queue.load is not None and sequence.queue.load.begun
             if sequence.queue.prefix_wait:
@@ -370,8 +372,7 @@ class Scheduler:
         room = len(sequence.tokens) + 1 if self.running else 0
         fork, cache, keys, known = sequence.queue.fork_point, None, sequence.own_keys(), sequence.key_array
         if fork is not None:
-            if self.cache.accounts.make_room(-(-room // PAGE) - fork.snapshot.done // PAGE):
-                cache = self.cache.fork(fork.snapshot, keys)
+            cache = self.cache.fork(fork.snapshot, keys, room)
             if cache is None and self.running:
                 return None
             self._leave_fork(sequence)
@@ -392,18 +393,23 @@ class Scheduler:
         return cache
 
     def _grant(self, sequence: Sequence, count: int, scheduled: list[Scheduled]) -> int:
-        """Returns up to `count` tokens that have pages, at least one if possible: takes them from states that would be
-        kept, from the prompt ends that waiting choices would fork, then from the youngest running sequences."""
+        """Returns up to `count` tokens that have pages, at least one if possible: takes them from the prompt ends that
+        waiting choices would fork, then from the youngest running sequences."""
         assert sequence.cache is not None
         while not (granted := self.cache.reserve(sequence.cache, count)):
-            if self.cache.states.drop_checkpoint() or self._drop_fork():
+            if self._drop_fork():
                 continue
-            victim = self.running[-1]
+            victim = self._youngest(sequence.cache.line if self.cache.spared else None)
             self._preempt(victim)
             scheduled[:] = [each for each in scheduled if each[0] is not victim]
             if victim is sequence:
                 return 0
         return granted
+
+    def _youngest(self, line: Line | None) -> Sequence:
+        """The youngest running sequence, of the trunk of a line if one is given."""
+        return next(one for one in reversed(self.running) if line is None
+                    or one.cache and one.cache.line and one.cache.line.trunk is line.trunk)
 
     def _drop_fork(self) -> bool:
         """Makes the youngest waiting choices process their prompt themselves."""
@@ -429,7 +435,7 @@ class Scheduler:
         if resting:
             sequence.queue.rest = self.cache.preempt(cache, keep=sound)
         else:
-            self.cache.release(cache, keep=sound)
+            self.cache.release(cache, keep=sound, ended=False)
         # drafts need the delta log that they were made for
         sequence.cache, sequence.drafts.tokens, sequence.sampler.logits = None, (), None
 
