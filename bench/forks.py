@@ -72,6 +72,7 @@ def _measure(name: str, cache: HybridCache, tokens: int, prepare: Callable[[int]
         for each in forks:
             assert each is not None
             close(each)
+        del fork, forks, each  # freeing millions of keys is not a part of the next ones
     (pages, slots), = taken
     page_bytes = PAGE * sizes.token_bytes
     record("forks", {"task": name, "unit": "ms", "tokens": tokens, "branches": args.branches, "fork": spread(forking),

@@ -174,6 +174,13 @@ class BlockAccounts:
             each.append(page)
         return found
 
+    def release_pages(self, owner: SequenceCache | CacheSnapshot, kept: int | None = None) -> None:
+        """Gives up the pages of a sequence or snapshot, but for one that the tree has taken over."""
+        self.pages.release(page for page in owner.own_pages if page != kept)
+        if isinstance(owner, SequenceCache) and owner.lender:
+            self.tree.leave(owner.lender)
+            owner.lender = None
+
     def own_page(self, page: int) -> int | None:
         """Takes a copy of a page for a checkpoint; None if no page is free."""
         self.make_room(1, keeping=True)
@@ -201,7 +208,7 @@ class BlockAccounts:
         for owner in owners:
             assert len(owner.pages) * PAGE >= owner.done, "a cursor stands past its pages"
             assert isinstance(owner, CacheSnapshot) or len(owner.keys) >= owner.done, "a cursor stands past its keys"
-            counts.update(owner.pages)
+            counts.update(owner.own_pages)
         self.pages.check(counts.elements())
         self.tree.check()
         for owner in owners:

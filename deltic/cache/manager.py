@@ -123,19 +123,23 @@ class HybridCache:
         return None if slot is None else self.accounts.add(SequenceCache(slot))
 
     def _admit_at(self, checkpoint: Checkpoint, pages: int) -> SequenceCache | None:
-        """The sequence gets copies of the state and of the partial page, so that the checkpoint may go at once."""
-        path = PageList(self.tree.path(checkpoint))
+        """The sequence gets copies of the state and of the partial page, so that the checkpoint may go at once. The
+        tree keeps the full pages for it, however many there are."""
+        path, full = PageList(self.tree.path(checkpoint)), checkpoint.node.depth
         missing = max(pages - checkpoint.done // PAGE, bool(checkpoint.done % PAGE))
         with self.tree.locking([checkpoint]):  # its slot is needed until its copy is queued
-            roomy = self.accounts.make_room(missing, slots=1)
-            copies = self.accounts.take_copies(path, checkpoint.done) if roomy else []
-        if not copies:
-            return None
-        (slot, own), = copies
+            slot = self.accounts.take_slot(path) if self.accounts.make_room(missing, slots=1) else None
+            if slot is None:
+                return None
+            if checkpoint.page is not None:
+                own = self.accounts.own_page(checkpoint.page)
+                assert own is not None, "a page that was free is not"
+                path[full:] = [own]
         self.tree.use(checkpoint)
+        self.tree.hold(checkpoint.node)
         self.operations.append(CopySlot(checkpoint.slot, slot))
-        cache = SequenceCache(slot, own, done=checkpoint.done, logits=checkpoint.logits, node=checkpoint.node,
-                              resumed=checkpoint)
+        cache = SequenceCache(slot, path, done=checkpoint.done, logits=checkpoint.logits, node=checkpoint.node,
+                              resumed=checkpoint, lender=checkpoint.node)
         _guard(cache, checkpoint)
         return self.accounts.add(cache)
 
@@ -307,7 +311,7 @@ class HybridCache:
             others = {page for owner in self.accounts.owners if owner is not cache for page in owner.pages}
             if snapshot.done % PAGE and len(others) >= self.accounts.units.room(self.accounts.held_slots):
                 return False
-        self.pages.release(cache.pages)
+        self.accounts.release_pages(cache)
         cache.pages, cache.keys = PageList(), cache.keys[:0]
         cache.done = cache.unflushed = 0
         _forget_keys(cache)
@@ -337,7 +341,7 @@ class HybridCache:
         if keep and isinstance(owner, SequenceCache):
             end = self._keep_end(owner, lasting, ended)
         else:
-            self.pages.release(owner.pages)
+            self.accounts.release_pages(owner)
             self.slots.release([owner.slot])
         if owner.line:
             owner.line.leave()
@@ -352,7 +356,7 @@ class HybridCache:
         if cache.line and (ended or cache.resumed in cache.line.ends):
             cache.line.add(end, cache.resumed)
         _supersede(passed, end, cache.likely_resume)
-        self.pages.release([*cache.pages[:full], *cache.pages[full + bool(rest):]])
+        self.accounts.release_pages(cache, kept=partial)
         return end
 
     def can_preempt(self, more_tokens: int) -> bool:
