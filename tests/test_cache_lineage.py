@@ -1,8 +1,8 @@
 """Lines of conversations in the cache: what a branch keeps is evicted before its main line.
 
 The machine plays a main line with sub-agents, titles, retries and forks, and other clients beside them, in a cache that
-holds the main line and one branch, and next to nothing else. Whatever the branches do, the main line's next turn resumes
-at the end of its last one.
+holds the main line and one branch, and next to nothing else. Whatever the branches do, the main line's next turn
+resumes at the end of its last one.
 """
 
 from __future__ import annotations

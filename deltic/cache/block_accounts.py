@@ -14,6 +14,7 @@
     delta logs:  free, or a sequence's
 
 A full page never changes, so that it may have many owners. A partial page has one owner, and is copied for another one.
+A sequence that resumes at a checkpoint uses its full pages without being their owner: the tree keeps the node for it.
 Copies are queued: the order of the queue is right although units change hands at once (`operations`).
 """
 

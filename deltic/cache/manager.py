@@ -10,7 +10,8 @@ A sequence's tokens by position, as half-open intervals. PAGE divides `full`; `f
     rollback(d)              [d, done) is forgotten; its pages stay granted
     commit_checkpoints()     for a state that was written at p <= done: the tree shares [0, p // PAGE * PAGE), copies
                              the rest of [0, p) and takes over the state's slot; for p > done the slot is freed
-    release(keep=False)      [0, covered) loses an owner: pages without another owner are free, the slot is free
+    release(keep=False)      [0, covered) loses an owner: pages without another owner are free, the slot is free. Up to
+                             the node where it resumed, the tree is the owner, and the node loses a user
     release(keep=True)       [0, full)         the tree keeps what it does not have; duplicates are free
                              [full, done)      the tree takes over the page, and the state's slot
                              [done, covered)   free, without the partial page
@@ -131,10 +132,7 @@ class HybridCache:
             slot = self.accounts.take_slot(path) if self.accounts.make_room(missing, slots=1) else None
             if slot is None:
                 return None
-            if checkpoint.page is not None:
-                own = self.accounts.own_page(checkpoint.page)
-                assert own is not None, "a page that was free is not"
-                path[full:] = [own]
+            path[full:], = self.accounts.share_pages(path[full:], checkpoint.done % PAGE)
         self.tree.use(checkpoint)
         self.tree.hold(checkpoint.node)
         self.operations.append(CopySlot(checkpoint.slot, slot))

@@ -10,9 +10,9 @@ sequence that resumed there: sequences do not own the pages up to the node of th
                  └─────── page 2'
                                └ checkpoint, no tail
 
-A node ends only where it has checkpoints or users, or where prefixes part. So there are fewer than two nodes for each checkpoint,
-however long the prefixes are, which keeps pauses of the garbage collector short. Tokens are given as keys
-(`params.Prompt`).
+A node ends only where it has checkpoints or users, or where prefixes part. So there are fewer than two nodes for each
+checkpoint or user, however long the prefixes are, which keeps pauses of the garbage collector short. Tokens are given
+as keys (`params.Prompt`).
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class PrefixTree:
                 )
         return sorted(found, key=lambda checkpoint: checkpoint.done)
 
-    def path(self, checkpoint: Checkpoint) -> list[int]:
+    def path(self, checkpoint: Checkpoint) -> Sequence[int]:
         """Returns the pages that hold the checkpoint's tokens, the partial one last. Remembers the last result."""
         if self._path is None or self._path[0] is not checkpoint:
             runs, node = [checkpoint.node.pages], checkpoint.node.parent
@@ -235,7 +235,7 @@ class PrefixTree:
                 runs.append(node.pages)
                 node = node.parent
             self._path = checkpoint, _joined(reversed(runs)) + ([] if checkpoint.page is None else [checkpoint.page])
-        return self._path[1][:]
+        return self._path[1]
 
     def hold(self, node: Node) -> None:
         """Keeps the pages up to a node for a sequence, until `leave`."""

@@ -408,8 +408,8 @@ class Scheduler:
 
     def _youngest(self, line: Line | None) -> Sequence:
         """The youngest running sequence, of the trunk of a line if one is given."""
-        return next(one for one in reversed(self.running) if line is None
-                    or one.cache and one.cache.line and one.cache.line.trunk is line.trunk)
+        lines = ((one, one.cache and one.cache.line) for one in reversed(self.running))
+        return next(one for one, own in lines if line is None or (own and own.trunk is line.trunk))
 
     def _drop_fork(self) -> bool:
         """Makes the youngest waiting choices process their prompt themselves."""
