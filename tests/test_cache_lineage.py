@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from plain_engine import PlainEngine
 from support import examples
 from test_cache_frames import toy_shared
 from test_cache_machine import PHASES, step, toy_cache
@@ -329,6 +330,29 @@ def test_a_page_comes_from_a_relative_before_the_main_line() -> None:
     assert cache.reserve(first, 20) == 20 and end and end.line
     assert cache.reserve(first, 80) == 80 and end.line is None, "nothing else is left"
     cache.check()
+
+
+@pytest.mark.parametrize("agents", [1, 3])
+def test_requests_pass_branches_that_wait(agents: int) -> None:
+    """The main line has three of ten pages, the first sub-agent two to five, and each of the others six. They run one
+    by one after it. Another client's request comes last and has its answer first."""
+    engine = PlainEngine(0, pages=10, slots=12, rings=0, batch=8)
+    engine.add("main", tuple([1] * 40), 4, lineage=MAIN)
+    while engine.live:
+        engine.step()
+    main = engine.answers["main", 0]
+    engine.add("first", tuple([2] * 30), 40, lineage=Lineage("first", "main"))
+    engine.step()
+    for number in range(agents):
+        engine.add(f"agent {number}", tuple([3 + number] * 90), 4, lineage=Lineage(f"agent {number}", "main"))
+    engine.add("stranger", tuple([9] * 10), 4)
+    ended = ["main"]
+    while engine.live:
+        engine.step()
+        ended += [name for name, _ in engine.answers if name not in ended]
+        assert engine.cache.tree.cached_length([*main, 5]) >= 43
+    assert ended == ["main", "stranger", "first", *(f"agent {number}" for number in range(agents))]
+    assert agents > 1 or not engine.scheduler.preemptions
 
 
 def test_deep_and_many_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
