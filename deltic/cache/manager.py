@@ -103,7 +103,7 @@ class HybridCache:
         line = self.lines.of(lineage or Lineage(), checkpoint) if self.reuse else None
         if line:
             line.enter()
-        with self.sparing(line, checkpoint):
+        with self._sparing(line, checkpoint):
             cache = self._admit_loaded(load, pages, checkpoint.done if checkpoint else 0) if load else None
             if cache is None and checkpoint:
                 cache = self._admit_at(checkpoint, pages)
@@ -134,7 +134,7 @@ class HybridCache:
                 return None
             path[full:], = self.accounts.share_pages(path[full:], checkpoint.done % PAGE)
         self.tree.use(checkpoint)
-        self.tree.hold(checkpoint.node)
+        checkpoint.node.users += 1
         self.operations.append(CopySlot(checkpoint.slot, slot))
         cache = SequenceCache(slot, path, done=checkpoint.done, logits=checkpoint.logits, node=checkpoint.node,
                               resumed=checkpoint, lender=checkpoint.node)
@@ -169,7 +169,7 @@ class HybridCache:
         return cache
 
     @contextmanager
-    def sparing(self, line: Line | None, resumed: Checkpoint | None = None, own: SequenceCache | None = None
+    def _sparing(self, line: Line | None, resumed: Checkpoint | None = None, own: SequenceCache | None = None
                 ) -> Iterator[None]:
         """Keeps the ends that a sequence of this line must not evict (`spared`) from eviction for a `with` block, if
         other sequences of its trunk run than its own."""
@@ -187,7 +187,7 @@ class HybridCache:
         if missing <= 0:
             return tokens
         if self.pages.free < missing:
-            with self.sparing(cache.line, cache.resumed, cache):
+            with self._sparing(cache.line, cache.resumed, cache):
                 self.accounts.make_room(missing)
         cache.pages += self.pages.take(min(missing, self.pages.free)) or []
         return min(tokens, cache.covered - cache.done)
@@ -278,7 +278,7 @@ class HybridCache:
     def fork(self, source: SequenceCache | CacheSnapshot, keys: MutableSequence[int] | None = None,
              min_tokens: int = 0) -> SequenceCache | None:
         """As `BlockAccounts.forks`, for one fork. min_tokens, and None: as in `admit`."""
-        with self.sparing(source.line):
+        with self._sparing(source.line):
             roomy = self.accounts.make_room(-(-min_tokens // PAGE) - source.done // PAGE)
             forks = self.accounts.forks(source, 1, keys) if roomy else []
         return forks[0] if forks else None

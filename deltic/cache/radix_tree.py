@@ -237,11 +237,8 @@ class PrefixTree:
             self._path = checkpoint, _joined(reversed(runs)) + ([] if checkpoint.page is None else [checkpoint.page])
         return self._path[1]
 
-    def hold(self, node: Node) -> None:
-        """Keeps the pages up to a node for a sequence, until `leave`."""
-        node.users += 1
-
     def leave(self, node: Node) -> None:
+        """Takes a user from a node, whose pages need not stay for it any more."""
         node.users -= 1
         self._prune(node)
 
