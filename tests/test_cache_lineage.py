@@ -33,12 +33,19 @@ from deltic.cache.handles import SequenceCache
 from deltic.cache.lineage import Line, Lines
 from deltic.cache.manager import HybridCache
 from deltic.cache.radix_tree import Checkpoint, PrefixTree
+from deltic.engine.sequence import Sequence
 from deltic.params import PAGE, Lineage
 
 MAIN = Lineage("main")
 LONGEST = 12 * PAGE  # of the main line
 ROOM = 10, 5  # pages and slots for what runs beside the main line's end
 SOME = st.lists(st.integers(0, 3), min_size=1, max_size=2 * PAGE + 5)
+
+
+class Loaded:
+    """A load that has ended and found nothing."""
+
+    begun, loaded, tier = True, None, None
 
 
 @dataclass(eq=False)
@@ -353,6 +360,36 @@ def test_requests_pass_branches_that_wait(agents: int) -> None:
         assert engine.cache.tree.cached_length([*main, 5]) >= 43
     assert ended == ["main", "stranger", "first", *(f"agent {number}" for number in range(agents))]
     assert agents > 1 or not engine.scheduler.preemptions
+
+
+def test_branches_that_wait_do_not_keep_others_from_loading() -> None:
+    """Six branches that have loaded their prompts from a tier wait, and another client's request loads its own."""
+    engine, begun = PlainEngine(0, pages=10, slots=12, rings=0, batch=9), list[str]()
+
+    def load(sequence: Sequence, begin: bool) -> bool:
+        if begin and sequence.queue.load is None:
+            sequence.queue.load = Loaded()
+            begun.append(sequence.request.id)
+        return sequence.queue.load is None
+
+    engine.scheduler._await_load = load  # type: ignore[method-assign]
+    engine.add("main", tuple([1] * 40), 4, lineage=MAIN)
+    while engine.live:
+        engine.step()
+    engine.add("first", tuple([2] * 30), 20, lineage=Lineage("first", "main"))
+    for number in range(6):
+        engine.add(f"agent {number}", tuple([3 + number] * 90), 4, lineage=Lineage(f"agent {number}", "main"))
+        engine.step()
+    waiting = engine.scheduler.waiting
+    assert len(engine.scheduler.running) == 1 and len(waiting) == 6
+    assert sum(sequence.queue.load is not None for sequence in waiting) == 4, "too much content waits in memory"
+    engine.add("stranger", tuple([99] * 10), 4)
+    while ("stranger", 0) not in engine.answers:
+        engine.step()
+    assert len(engine.live) == 7 and begun.count("stranger") == 1
+    while engine.live:
+        engine.step()
+    assert engine.cache.idle
 
 
 def test_deep_and_many_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ preempted and processed again later.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as List
 from functools import partial
@@ -40,7 +40,8 @@ processed, so that scheduling does not slow down with the number of waiting sequ
 _MAX_HELD = 256
 """Sequences per step that are passed over because they wait for others."""
 _MAX_LOADS = 4
-"""Prompts that tiers may read at the same time: their content waits in memory."""
+"""Prompts that tiers may read at the same time: their content waits in memory. As many branches that wait for relatives
+may have content, too."""
 _MAX_SCORED = 32
 """Prompt tokens per step whose log probabilities are computed: each costs as much as the end of a prompt, and as much
 memory as the vocabulary is large."""
@@ -290,14 +291,15 @@ class Scheduler:
         """Starts waiting sequences in order, except those whose prefix a running sequence processes or a tier loads.
         leaving: running sequences whose places become free. Returns the running sequences that others wait for, each
         with the nearest position that is waited for."""
-        held, awaited, examined, loads = list[Sequence](), dict[Sequence, int](), 0, 0
+        held, awaited, examined, loads = list[Sequence](), dict[Sequence, int](), 0, Counter[bool]()
         while (self.waiting and len(self.running) - leaving < self.max_batch
                and examined < _MAX_NEW_WAITS and len(held) < _MAX_HELD):
             sequence = self.waiting.popleft()
             if not sequence.held:
                 examined += 1
                 try:
-                    waits = self._await_prefix(sequence) or self._await_load(sequence, loads < _MAX_LOADS)
+                    waits = self._await_prefix(sequence) or self._await_load(
+                        sequence, loads[sequence.queue.passed] < _MAX_LOADS)
                     if not waits:
                         sequence.cache = self._allocate(sequence)
                 except Exception as error:
@@ -305,16 +307,18 @@ class Scheduler:
                     waits = True
                 if not waits:
                     if sequence.cache is not None:
-                        sequence.queue.turn = self._step
+                        sequence.queue.turn, sequence.queue.passed = self._step, False
                         self._end_rest(sequence)
                         self.running.append(sequence)
                         examined -= 1
                         continue
-                    if not self.cache.spared:  # a branch that waits for its relatives holds nobody up
+                    if not self.cache.spared:
                         self.waiting.appendleft(sequence)
                         break
+                    if not sequence.queue.passed:  # what it has loaded must not keep others from loading
+                        sequence.queue.passed, sequence.queue.load = True, None
             held.append(sequence)
-            loads += sequence.queue.load is not None and sequence.queue.load.begun
+            loads[sequence.queue.passed] += sequence.queue.load is not None and sequence.queue.load.begun
             if sequence.queue.prefix_wait:
                 position, other = sequence.queue.prefix_wait
                 awaited[other] = min(position, awaited.get(other, position))
