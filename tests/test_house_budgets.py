@@ -13,13 +13,13 @@ from test_house import FILES, ROOT, TREES, imports, room, shown, walk
 
 LINES = {
     ".": 2040,
-    "cache": 5830,
+    "cache": 5920,
     "chat": 7105,
     "cli": 5520,
     "cluster": 1420,
     "config": 1730,
     "embeddings": 2600,
-    "engine": 3690,
+    "engine": 3720,
     "export": 3950,
     "loader": 6150,
     "model": 1090,

@@ -31,8 +31,9 @@ from deltic.errors import UnavailableError
 from deltic.server.async_engine import AsyncEngine
 from deltic.server.records import RequestRecord
 
-RESPONSES_PATH: Final = "/v1/responses"
-_RESPONSE_ID: Final = re.compile(rb'"id": ?"(resp_[^"]{1,200})"')
+STORED_PATHS: Final = "/v1/responses", "/v1/chat/completions"
+"""Their responses can be continued by id."""
+_RESPONSE_ID: Final = re.compile(rb'"id": ?"((?:resp_|chatcmpl-)[^"]{1,200})"')
 _RECENT: Final = 0.2
 """Weight of the last second in a figure."""
 _TRIES, _PAUSE = 20, 0.02
@@ -191,7 +192,7 @@ class Replica:
         request, answer = next(run.sequences())
         prompt = len(request.prompt)
         self._meter.add(prompt, boundaries)
-        found = _RESPONSE_ID.search(call.response) if record.path == RESPONSES_PATH else None
+        found = _RESPONSE_ID.search(call.response) if record.path in STORED_PATHS else None
 
         def learn() -> None:
             tokens = worker.engine.keys_of(request)
