@@ -19,7 +19,7 @@ LINES = {
     "cluster": 1420,
     "config": 1730,
     "embeddings": 2600,
-    "engine": 3720,
+    "engine": 3730,
     "export": 3950,
     "loader": 6150,
     "model": 1090,
