@@ -118,6 +118,11 @@ class DiskStore(TierStore):
     def ready(self) -> bool:
         return self._model.done()
 
+    @property
+    def number(self) -> int:
+        """As `CacheDirectory.number`."""
+        return self._directory.number
+
     def scan(self) -> Iterator[StoredItem]:
         if self.writable:
             with self._transaction() as index:
