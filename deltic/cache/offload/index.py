@@ -199,9 +199,9 @@ class TierIndex:
         """Returns the items of the deepest written prefix that `tokens` begin with, for `adopt` in another process."""
         self._settle()
         for entry in reversed([*self._matching(tokens)]):
-            path = entry.path
-            if entry.state and not any(part.writing for part in path):
-                return [item for part in path for item in part.items]
+            usable = entry.state and (entry.done < len(tokens) or entry.state.kind == "final")
+            if usable and not any(part.writing for part in entry.path):
+                return [item for part in entry.path for item in part.items]
         return []
 
     def writing(self, tokens: Sequence[int]) -> list[Future[int]]:
