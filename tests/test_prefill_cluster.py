@@ -69,7 +69,7 @@ def test_a_long_prompt_is_computed_by_the_other_replica(url: str) -> None:
 
 def test_a_client_that_goes_ends_the_prefill(url: str) -> None:
     before = sum(figures(url, "deltic_prompt_tokens_computed_total").values())
-    body = body_of(50, 380, stream=True)
+    body = body_of(50, 260, stream=True)
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as streamed:
         assert streamed.status_code == 200
     for _ in range(100):
@@ -102,7 +102,7 @@ def test_hostile_requests_among_ordinary_ones(url: str) -> None:
 def test_a_killed_prefill_replica_costs_no_answer(url: str) -> None:
     """Prompts are computed by the decode replica until Serve has replaced it."""
     found = list[Any]()
-    thread = threading.Thread(target=lambda: found.append(ask(url, body_of(80, 380))))
+    thread = threading.Thread(target=lambda: found.append(ask(url, body_of(80, 260))))
     thread.start()
     time.sleep(0.3)
     (process,) = replica_processes("prefill")
