@@ -58,8 +58,7 @@ class TextPrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
 
 @dataclass
 class Turn:
-    """first: seconds until the first piece of the answer. pieces: times of all pieces. errors: attempts that failed.
-    cached, prompt: tokens."""
+    """first: seconds until the first piece of the answer. errors: attempts that failed. cached, prompt: tokens."""
 
     began: float
     first: float = 0.0
@@ -67,7 +66,6 @@ class Turn:
     cached: int = 0
     prompt: int = 0
     tokens: int = 0
-    pieces: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     resumed: bool = True
 
@@ -152,8 +150,7 @@ async def stream(app: Starlette, body: dict[str, Any], turn: Turn) -> str:
         for choice in chunk["choices"]:
             piece = choice["delta"].get("content")
             if piece:
-                turn.pieces.append(time.perf_counter())
-                turn.first = turn.first or turn.pieces[0] - turn.began
+                turn.first = turn.first or time.perf_counter() - turn.began
                 text.append(piece)
         if usage := chunk.get("usage"):
             turn.prompt, turn.tokens = usage["prompt_tokens"], usage["completion_tokens"]

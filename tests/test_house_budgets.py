@@ -13,10 +13,10 @@ from test_house import FILES, ROOT, TREES, imports, room, shown, walk
 
 LINES = {
     ".": 2040,
-    "cache": 5830,
+    "cache": 5890,
     "chat": 7075,
-    "cli": 5200,
-    "cluster": 1420,
+    "cli": 5215,
+    "cluster": 1700,
     "config": 1730,
     "embeddings": 2600,
     "engine": 3670,
@@ -25,12 +25,12 @@ LINES = {
     "model": 1090,
     "ops": 10430,
     "runner": 3890,
-    "server": 8440,
+    "server": 8500,
     "spec_decode": 1100,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 272
+FILES_AT_MOST = 273
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

@@ -56,7 +56,7 @@ class _Response:
 
 
 class Front:
-    """The application. handle: of the deployment of `Replica`. prefill: of those that only compute prompts for it."""
+    """The application. handle: of the deployment of `Replica`. prefill: of the prefill replicas, if any."""
 
     def __init__(self, handle: DeploymentHandle, reader: BodyReader, limits: Limits,
                  prefill: DeploymentHandle | None = None) -> None:

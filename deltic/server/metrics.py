@@ -134,8 +134,9 @@ _ENDED: Final = (
            attrgetter("displaced")),
     Metric("requests_unread_total", "counter", "Requests that ended because their client did not read.",
            attrgetter("unread")),
-    Metric("remote_prefills_total", "counter", "Prompts handed over to prefill replicas. Those that are not done were "
-           "computed here, or have no client left.", lambda now: now.remote and now.remote.outcomes, "outcome"),
+    Metric("remote_prefills_total", "counter", "Prompts for prefill replicas, by outcome: done there, computed here "
+           "because they were busy or failed, or without a client meanwhile.",
+           lambda now: now.remote and now.remote.outcomes, "outcome"),
 )
 
 _ENGINE: Final = (
