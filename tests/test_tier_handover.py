@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -9,10 +10,12 @@ from random import Random
 import pytest
 from test_cache_tiers import check_loaded, source_of
 
+from deltic import LLM, SamplingParams
 from deltic.cache.offload.directory import CacheDirectory
 from deltic.cache.offload.disk import DiskStore
 from deltic.cache.offload.index import TierIndex
 from deltic.cache.offload.tiers import LoadRequest
+from deltic.params import EngineRequest
 
 Tokens = Sequence[int]
 
@@ -107,6 +110,22 @@ def test_items_that_are_being_written_are_not_named(tmp_path: Path) -> None:
     assert [item.kind for item in index.written(tokens)] == ["kv", "final"]
     assert all(item.size for item in index.written(tokens)) and not index.writing(tokens)
     index.close()
+
+
+def test_a_prefix_is_stored_without_a_copy_of_the_pool(tmp_path: Path) -> None:
+    """Pages of memory that are touched for the first time show every copy."""
+    with LLM(max_context=2048, memory="256MiB", threads=1, cache_dir=tmp_path) as llm, llm.worker.hold() as engine:
+        def touched(number: int) -> int:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            engine.add(EngineRequest(f"{number}", tuple([5 + number] * 1500), SamplingParams(max_tokens=1)))
+            while engine.has_work:
+                engine.step()
+            with engine.resting_cache():
+                pass
+            return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize()
+
+        touched(0)
+        assert touched(1) < 128 << 20
 
 
 def test_processes_know_a_directory_by_its_number(tmp_path: Path) -> None:
