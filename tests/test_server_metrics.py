@@ -155,7 +155,7 @@ def test_server_docs_list_every_metric() -> None:
     encoder = SimpleNamespace(batcher=SimpleNamespace(texts=0, tokens=0, batches=0, waiting=0, displaced=0))
     services = Services((EmbeddingService("m", encoder),), BodyReader(Limits()))  # type: ignore[arg-type]
     pages = (exposition({"m": replace(now, experts=experts, tiers=tiers)}, {200: 1}), services.metrics(),
-             ended_early({"m": SimpleNamespace(displaced=0, unread=0)}))
+             ended_early({"m": SimpleNamespace(displaced=0, unread=0, remote=SimpleNamespace(outcomes={"done": 1}))}))
     kinds = {name: kind for each in pages for name, kind in parse(each).kinds.items()}
     page = (Path(__file__).parents[1] / "docs" / "server.md").read_text(encoding="utf-8")
     section = page.partition("\n## Metrics\n")[2].partition("\n## ")[0]

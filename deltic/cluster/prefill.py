@@ -44,9 +44,9 @@ LEAST_SECONDS: Final = 0.25
 """Seconds that they would take here, at least. Handing a prompt over takes about as long (docs/scale.md)."""
 _PATIENCE, _PATIENCE_SECONDS = 3.0, 0.5
 """A prompt waits for a prefill replica this many times as long as it would take here, and so many seconds more."""
-_ACCEPT_SECONDS: Final = 2.0
+_ACCEPT_SECONDS: Final = 3.0
 """Seconds in which a prefill replica accepts a prompt. If none runs, Ray would wait for one."""
-_REST_SECONDS: Final = 5.0
+_REST_SECONDS: Final = 10.0
 """Seconds without further prompts for prefill replicas after one has failed."""
 
 log = logging.getLogger("deltic")
@@ -120,8 +120,9 @@ class PrefillClient:
         except Exception as error:
             outcome, self._rest_until = "failed", time.monotonic() + _REST_SECONDS
             if not self._warned:
+                cause = getattr(error, "cause", None) or error  # Ray's error has a traceback
                 log.warning("prompts are computed here, because the prefill replicas do not: %s",
-                            str(error) or type(error).__name__)
+                            str(cause) or type(cause).__name__)
             self._warned = True
         finally:
             self.outcomes[outcome] += 1
