@@ -176,7 +176,8 @@ def measure(args: argparse.Namespace, kind: str) -> dict[str, Any]:
         for _ in range(args.replicas):
             llm = stack.enter_context(LLM(source, max_context=args.tokens + 1024, memory=args.memory, threads=1,
                                           cache_dir=shared))
-            llm.runtime.cache.tiers[-1].store._model.result()  # until then a tier does nothing
+            store: Any = llm.runtime.cache.tiers[-1].store
+            store._model.result()  # until then the tier does nothing
             replicas.append(Replica(stack.enter_context(llm.worker.hold())))
         found = Simulation(args, replicas[split:], replicas[:split])
         for replica in replicas:  # memory is touched for the first time, and the speed is measured
@@ -219,7 +220,7 @@ def main(words: Sequence[str] = ()) -> None:
     parser.add_argument("--replicas", type=int, default=2, help="in all")
     parser.add_argument("--prefill", type=int, default=1, help="of these, with split")
     parser.add_argument("--memory", default="256MiB")
-    parser.add_argument("--seconds", type=float, default=20, help="of the clocks")
+    parser.add_argument("--seconds", type=float, default=30, help="of the clocks")
     parser.add_argument("--warm", type=float, default=2.0, help="seconds that do not count")
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--answer", type=int, default=200, help="tokens of an answer of a stream")
