@@ -24,7 +24,7 @@ from deltic.cluster.application import check_identities
 from deltic.cluster.boundaries import boundaries_of
 from deltic.cluster.prefill import PrefillClient
 from deltic.cluster.replica import LoadMeter, OpenedReplica, Replica
-from deltic.errors import BusyError, UnavailableError
+from deltic.errors import BusyError, RequestError, UnavailableError
 from deltic.server.app import create_app
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs on through the field. "
@@ -202,6 +202,11 @@ async def full(*_: Any) -> AsyncIterator[Any]:
     yield ()
 
 
+async def smaller(*_: Any) -> AsyncIterator[Any]:
+    yield ()
+    raise RequestError("the prompt is too long", "prompt")
+
+
 async def silent(*_: Any) -> AsyncIterator[Any]:
     await asyncio.Event().wait()
     yield ()
@@ -212,8 +217,8 @@ async def forgetful(*_: Any) -> AsyncIterator[Any]:
     yield ()
 
 
-@each(("fault", "outcome", "lines", "calls"), [(lost, "failed", 1, 1), (full, "busy", 0, 3), (silent, "failed", 1, 1),
-                                               (forgetful, "failed", 1, 1)])
+@each(("fault", "outcome", "lines", "calls"), [(lost, "failed", 1, 1), (full, "busy", 0, 3), (smaller, "busy", 0, 3),
+                                               (silent, "failed", 1, 1), (forgetful, "failed", 1, 1)])
 def test_what_no_prefill_replica_computes_is_computed_here(fault: Any, outcome: str, lines: int, calls: int,
                                                            tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                            caplog: pytest.LogCaptureFixture) -> None:

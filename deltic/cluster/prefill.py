@@ -20,6 +20,7 @@ from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -34,14 +35,14 @@ from deltic.cluster.boundaries import Boundaries, boundaries_of
 from deltic.cluster.identity import NOT_SHARED
 from deltic.engine.engine import Engine
 from deltic.engine.worker import Worker
-from deltic.errors import BusyError, ConfigError, GenerationError, UnavailableError
+from deltic.errors import BusyError, ConfigError, GenerationError, RequestError, UnavailableError
 from deltic.params import EngineRequest, Prompt, SamplingParams
 from deltic.server.async_engine import AsyncEngine
 
 LEAST_TOKENS: Final = 256
 """New tokens of a prompt that is handed over, at least: the state alone takes as much as 500 tokens of K/V or more."""
 LEAST_SECONDS: Final = 0.25
-"""Seconds that they would take here, at least. Handing a prompt over takes about as long (docs/scale.md)."""
+"""Seconds that they would take here, at least: what disturbs answers less is not worth two calls and two copies."""
 _PATIENCE, _PATIENCE_SECONDS = 3.0, 0.5
 """A prompt waits for a prefill replica this many times as long as it would take here, and so many seconds more."""
 _ACCEPT_SECONDS: Final = 3.0
@@ -114,7 +115,7 @@ class PrefillClient:
             items = await self._items(order)
             await asyncio.to_thread(self._worker.execute, lambda _: self._tier.adopt(items))
             outcome, self._warned = "done", False
-        except BusyError as error:
+        except (BusyError, RequestError) as error:  # nothing is wrong with the other replica
             log.debug("a prompt is computed here: %s", error)
             outcome = "busy"
         except Exception as error:
@@ -133,18 +134,25 @@ class PrefillClient:
         answer = self._calls.remote(order, await asyncio.to_thread(_boundaries, order))
         try:
             parts = aiter(answer)
-            async with asyncio.timeout(_ACCEPT_SECONDS):
-                await anext(parts)
+            if not await _within(_ACCEPT_SECONDS, parts):
+                answer.cancel()
+                raise UnavailableError(f"none has accepted a prompt within {_ACCEPT_SECONDS:g} seconds")
             items: Sequence[StoredItem] = [item async for part in parts for item in part]
-        except TimeoutError as error:
-            answer.cancel()
-            raise UnavailableError(f"none has accepted a prompt within {_ACCEPT_SECONDS:g} seconds") from error
         except asyncio.CancelledError:
             answer.cancel()
             raise
         if max((item.done for item in items), default=0) <= order.known:
             raise UnavailableError("one has written nothing to the cache directory, and its log says why")
         return items
+
+
+async def _within(seconds: float, parts: AsyncIterator[Any]) -> bool:
+    """Returns True if the next part comes within so many seconds."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await anext(parts)
+            return True
+    return False
 
 
 async def prefilled(order: PrefillOrder, requests: AsyncEngine, worker: Worker, queue: float,
@@ -157,11 +165,11 @@ async def prefilled(order: PrefillOrder, requests: AsyncEngine, worker: Worker, 
         raise ConfigError(NOT_SHARED, "cache_dir")
     if queue > order.patience:
         raise BusyError(f"{queue:.1f} seconds of work wait for the prefill replica")
+    yield ()  # before anything that waits for a step
     await asyncio.to_thread(worker.execute, lambda _: tier.adopt(order.items))
     request = await asyncio.to_thread(_request_of, order)
     handle = await requests.submit([request])
     try:
-        yield ()
         async for events in handle:
             for event in events:
                 if event.refused or event.finish in ("error", "abort"):
