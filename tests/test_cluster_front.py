@@ -218,6 +218,21 @@ def test_what_concerns_all_replicas_is_gathered() -> None:
     assert answer(refused, "/v1/requests", method="GET")[0] == 401
 
 
+def test_metrics_of_the_others_come_while_prefill_replicas_are_gone() -> None:
+    page = b"# HELP deltic_up Up.\n# TYPE deltic_up gauge\ndeltic_up 1\n"
+    app, sent = front_app(Everyone(("r1", 200, page)), Limits(), Everyone(TimeoutError())), list[Message]()
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(app({"type": "http", "method": "GET", "path": "/metrics", "raw_path": b"/metrics", "query_string": b"",
+                     "headers": [], "client": None, "scheme": "http"}, receive, send))
+    assert sent[0]["status"] == 200 and b'deltic_up{replica="r1"} 1' in sent[1]["body"]
+
+
 @pytest.mark.parametrize("trouble", [TimeoutError(), RayActorError()])
 def test_replicas_that_do_not_answer_for_all(trouble: Exception) -> None:
     status, headers, _ = answer(Everyone(trouble), "/metrics", method="GET")

@@ -164,12 +164,7 @@ class Front:
     async def _gathered(self, merge: Callable[[Mapping[str, bytes]], bytes], kind: bytes, scope: Scope,
                         receive: Receive, send: Send) -> None:
         head = _head(Request(scope, receive))
-        answers = [each.broadcast("whole", head) for each in self._everyone]
-        try:
-            lists = await asyncio.gather(*(each.results_async(timeout_s=_PATIENCE, return_exceptions=True)
-                                           for each in answers))
-        except (TimeoutError, DeploymentUnavailableError) as error:
-            raise BusyError("a replica does not answer: try again later") from error
+        lists = await asyncio.gather(*(_whole(each, head) for each in self._everyone))
         everything = [each for found in lists for each in found]
         found = [each for each in everything if isinstance(each, tuple)]
         if not found:
@@ -183,6 +178,15 @@ class Front:
         await send({"type": "http.response.start", "status": status, "headers": [
             (b"content-type", kind if status == 200 else b"application/json"), (b"content-length", length)]})
         await send({"type": "http.response.body", "body": body})
+
+
+async def _whole(handle: DeploymentHandle, head: dict[str, Any]) -> list[Any]:
+    """Returns the answers and exceptions of all replicas of a deployment."""
+    answers = handle.broadcast("whole", head)
+    try:
+        return [*await answers.results_async(timeout_s=_PATIENCE, return_exceptions=True)]
+    except (TimeoutError, DeploymentUnavailableError) as error:
+        return [error]
 
 
 def _head(request: Request) -> dict[str, Any]:
