@@ -6,8 +6,10 @@ import asyncio
 import json
 import logging
 import pickle
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,10 @@ from deltic.cli.parser import UsageError
 from deltic.cluster import prefill
 from deltic.cluster.application import check_identities
 from deltic.cluster.boundaries import boundaries_of
-from deltic.cluster.prefill import PrefillClient
+from deltic.cluster.prefill import PrefillClient, directory_of, disk_tier
 from deltic.cluster.replica import LoadMeter, OpenedReplica, Replica
-from deltic.errors import BusyError, RequestError, UnavailableError
+from deltic.errors import BusyError, ConfigError, RequestError, UnavailableError
+from deltic.params import Embed, EngineRequest, Prompt, SamplingParams
 from deltic.server.app import create_app
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs on through the field. "
@@ -352,25 +355,38 @@ def test_hostile_requests_among_ordinary_ones(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def order_of(made: Replica, prompt: tuple[int, ...] | Prompt, output: Any = SamplingParams()) -> Any:
+    """Returns what the replica would hand over for a request."""
+    worker, request = made._opened.worker, EngineRequest("a", prompt, output)
+    assert worker
+    return worker.execute(lambda _: client_of(made).order(request))
+
+
 def test_an_order_for_another_directory_computes_nothing(tmp_path: Path) -> None:
     """The prefill replica looks by itself, whatever the other one believes."""
     async def run() -> None:
         async with pair(tmp_path / "one", tmp_path / "two") as (near, far, _):
-            worker = near._opened.worker
-            assert worker
-            order = await asyncio.to_thread(worker.execute, lambda engine: client_of(near).order(
-                near_request(far)))
-            assert order and order.directory == 0
-            with pytest.raises(Exception, match="not the same usable directory"):
-                await anext(far.prefill(order, boundaries_of({"prompt": "x"})))
+            order = await asyncio.to_thread(order_of, near, (5,) * 1000)
+            for directory in (0, directory_of(disk_tier(engine(near).runtime.cache))):
+                with pytest.raises(ConfigError, match="not the same usable directory"):
+                    await anext(far.prefill(replace(order, directory=directory), boundaries_of({"prompt": "x"})))
+            assert engine(far).stats.prompt_tokens == 0
 
     asyncio.run(run())
 
 
-def near_request(made: Replica) -> Any:
-    from deltic.params import EngineRequest
+def test_what_another_replica_could_not_compute_stays(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with pair(tmp_path) as (near, _, _):
+            ids = (5,) * 1000
+            assert (await asyncio.to_thread(order_of, near, ids)).prompt == array("q", ids)
+            assert await asyncio.to_thread(order_of, near, Prompt(ids))
+            keys = (*ids[:500], -1, -2, *ids[502:])
+            for prompt, output in ((Prompt(ids, keys), SamplingParams()), (ids, Embed()),
+                                   (ids, SamplingParams(prompt_logprobs=1))):
+                assert await asyncio.to_thread(order_of, near, prompt, output) is None
 
-    return EngineRequest("a", tuple([5] * 1000))
+    asyncio.run(run())
 
 
 # At the start
