@@ -16,7 +16,7 @@ LINES = {
     "cache": 5890,
     "chat": 7075,
     "cli": 5215,
-    "cluster": 1700,
+    "cluster": 1720,
     "config": 1730,
     "embeddings": 2600,
     "engine": 3670,

@@ -357,6 +357,7 @@ def test_hostile_requests_among_ordinary_ones(tmp_path: Path) -> None:
 
 def order_of(made: Replica, prompt: tuple[int, ...] | Prompt, output: Any = SamplingParams()) -> Any:
     """Returns what the replica would hand over for a request."""
+    client_of(made)._rest_until = 0.0
     worker, request = made._opened.worker, EngineRequest("a", prompt, output)
     assert worker
     return worker.execute(lambda _: client_of(made).order(request))
@@ -371,6 +372,20 @@ def test_an_order_for_another_directory_computes_nothing(tmp_path: Path) -> None
                 with pytest.raises(ConfigError, match="not the same usable directory"):
                     await anext(far.prefill(replace(order, directory=directory), boundaries_of({"prompt": "x"})))
             assert engine(far).stats.prompt_tokens == 0
+
+    asyncio.run(run())
+
+
+def test_an_engine_of_other_bits_computes_nothing(tmp_path: Path) -> None:
+    """Another dtype, or another kind of processor."""
+    async def run() -> None:
+        async with replica(opened(tmp_path, dtype="bfloat16")) as far, replica(opened(tmp_path), Handle(far)) as near:
+            await answers(near, [question(1)])
+            assert client_of(near).outcomes["failed"] == 1 and engine(far).stats.prompt_tokens == 0
+            with pytest.raises(ConfigError, match="other bits than the decode replicas"):
+                order = replace(await asyncio.to_thread(order_of, near, (5,) * 1000), directory=directory_of(
+                    disk_tier(engine(near).runtime.cache)))
+                await anext(far.prefill(order, boundaries_of({"prompt": "x"})))
 
     asyncio.run(run())
 

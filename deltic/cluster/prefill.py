@@ -56,7 +56,8 @@ log = logging.getLogger("deltic")
 @dataclass(frozen=True, slots=True)
 class PrefillOrder:
     """A prompt to compute. items: those of it that the cache directory is known to have. known: tokens of it that the
-    decode replica has. patience: seconds that it may wait. directory: number of the cache directory."""
+    decode replica has. patience: seconds that it may wait. directory: number of the cache directory. model: digest of
+    all that the bits of items depend on."""
 
     prompt: array[int]
     stable_prefixes: tuple[int, ...]
@@ -66,6 +67,7 @@ class PrefillOrder:
     known: int
     patience: float
     directory: int = 0
+    model: str = ""
 
 
 def disk_tier(cache: HybridCache) -> TierIndex | None:
@@ -79,6 +81,10 @@ def directory_of(tier: TierIndex | None) -> int:
         return tier.store.number if tier and isinstance(tier.store, DiskStore) else 0
     except OSError:
         return 0
+
+
+def _model_of(tier: TierIndex) -> str:
+    return tier.store.model if isinstance(tier.store, DiskStore) else ""
 
 
 class PrefillClient:
@@ -106,7 +112,8 @@ class PrefillClient:
         if new < LEAST_TOKENS or seconds < LEAST_SECONDS:
             return None
         return PrefillOrder(array("q", request.ids), request.stable_prefixes, request.cache_salt, request.client,
-                            self._tier.written(keys), known, _PATIENCE * seconds + _PATIENCE_SECONDS)
+                            self._tier.written(keys), known, _PATIENCE * seconds + _PATIENCE_SECONDS,
+                            model=_model_of(self._tier))
 
     async def compute(self, order: PrefillOrder) -> None:
         """Returns when the prompt is in the tier, or is to be computed here."""
@@ -163,6 +170,9 @@ async def prefilled(order: PrefillOrder, requests: AsyncEngine, worker: Worker, 
     directory = await asyncio.to_thread(directory_of, tier)
     if tier is None or not directory or directory != order.directory:
         raise ConfigError(NOT_SHARED, "cache_dir")
+    if order.model != _model_of(tier):
+        raise ConfigError("they compute other bits than the decode replicas, whose states cannot continue theirs: use "
+                          "machines, versions and options of one kind for all", "prefill_replicas")
     if queue > order.patience:
         raise BusyError(f"{queue:.1f} seconds of work wait for the prefill replica")
     yield ()  # before anything that waits for a step
