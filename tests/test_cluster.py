@@ -34,11 +34,11 @@ Answer = tuple[int, dict[str, str], bytes]
 
 
 @asynccontextmanager
-async def replica(opened: OpenedReplica | None = None) -> AsyncIterator[Replica]:
+async def replica(opened: OpenedReplica | None = None, prefill: Any = None) -> AsyncIterator[Replica]:
     """A replica of the embedded model, made and ended as Serve does."""
     made = object.__new__(Replica)
     opened = opened or OpenedReplica(create_app(tiny()), tiny().worker, "tiny", lambda: None)
-    await made.__init__(lambda options: opened, None)  # type: ignore[misc]
+    await made.__init__(lambda options: opened, None, prefill)  # type: ignore[misc]
     try:
         yield made
     finally:

@@ -13,10 +13,10 @@ from test_house import FILES, ROOT, TREES, imports, room, shown, walk
 
 LINES = {
     ".": 2040,
-    "cache": 5920,
+    "cache": 5990,
     "chat": 7105,
-    "cli": 5520,
-    "cluster": 1420,
+    "cli": 5535,
+    "cluster": 1725,
     "config": 1730,
     "embeddings": 2600,
     "engine": 3730,
@@ -25,12 +25,12 @@ LINES = {
     "model": 1090,
     "ops": 10430,
     "runner": 3900,
-    "server": 8460,
+    "server": 8520,
     "spec_decode": 1100,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 275
+FILES_AT_MOST = 276
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

@@ -156,7 +156,7 @@ def all_metrics() -> Page:
     encoder = SimpleNamespace(batcher=SimpleNamespace(texts=0, tokens=0, batches=0, waiting=0, displaced=0))
     services = Services((EmbeddingService("m", encoder),), BodyReader(Limits()))  # type: ignore[arg-type]
     pages = (exposition({"m": replace(now, experts=experts, tiers=tiers)}, {200: 1}), services.metrics(),
-             ended_early({"m": SimpleNamespace(displaced=0, unread=0)}))
+             ended_early({"m": SimpleNamespace(displaced=0, unread=0, remote=SimpleNamespace(outcomes={"done": 1}))}))
     return parse("".join(pages))
 
 
