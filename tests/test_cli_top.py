@@ -296,7 +296,10 @@ def test_the_table_is_renewed_until_ctrl_c(served: Served) -> None:
                 text += os.read(master, 1 << 16).decode(errors="replace")
             except OSError:  # the other end is closed
                 break
-        assert process.wait(20) == 0
+        try:
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
     os.close(master)
     first, problem, second = text.index("m1"), text.index("try again"), text.index("m2")
     assert first < problem < second and "Traceback" not in text
