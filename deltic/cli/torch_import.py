@@ -1,0 +1,168 @@
+"""Defers the parts of torch that answering on a CPU does not need: most of the time and memory of `import torch`.
+
+`import torch` runs 770 modules, among them those of compilation, export, training and quantization. Here a module of
+DEFERRED is registered without running. The first use of an attribute of any of them runs them all, in the order of an
+ordinary import, because torch's modules import each other in circles. Another version of torch may use one of them
+earlier: that costs the time of an ordinary import.
+
+Only commands do this, whose process belongs to deltic, and only with a build of torch for CPUs.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from threading import RLock
+from types import ModuleType
+from typing import Any
+
+__all__ = ["DEFERRED", "quick_imports"]
+
+DEFERRED = tuple(f"torch.{name}" for name in (
+    "_decomp", "_higher_order_ops", "_lobpcg", "_meta_registrations", "_native", "_prims", "_refs", "_size_docs",
+    "_storage_docs", "_subclasses", "_tensor_docs", "_torch_docs", "ao", "compiler", "distributions", "export", "fft",
+    "func", "fx", "hub", "jit", "linalg", "masked", "mps", "mtia", "nested", "nn", "optim", "package", "profiler",
+    "quantization", "signal.windows", "special", "testing", "utils.data", "xpu")) + ("torchgen.model", "unittest.mock")
+"""With all modules below them."""
+_AT_ONCE = ("torch.nn.parameter", "torch.package._mangling")
+"""Modules that torch needs while it is imported, although their package is deferred."""
+_REEXPORTED = {"torch._higher_order_ops": ("cond", "while_loop"), "torch.func": ("vmap",), "torch._lobpcg": ("lobpcg",)}
+"""Functions that torch's own namespace takes over."""
+_GPU_LIBRARIES = ("*torch_cuda*", "*torch_hip*", "*torch_xpu*")
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """For the imports of a command that loads a model. No effect if torch is imported already.
+
+    Garbage is not collected meanwhile, and what the imports have made is not looked at later: it stays.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    _defer_torch()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _defer_torch() -> None:
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:
+        return  # the import says so
+    libraries = Path(torch.origin).parent / "lib"
+    if not any(next(libraries.glob(pattern), None) for pattern in _GPU_LIBRARIES):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Finds modules of DEFERRED until one of them is used."""
+
+    def __init__(self) -> None:
+        self.active = True
+        self.lock = RLock()
+        self.modules: list[_Deferred] = []
+        self.builtins = _JitBuiltins()
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+                  ) -> ModuleSpec | None:
+        if not self.active or fullname in _AT_ONCE or not _is_deferred(fullname):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _DeferringLoader(spec.loader, self)
+        return spec
+
+    def run_all(self) -> None:
+        """Runs every deferred module, and ends deferring."""
+        with self.lock:
+            self.active = False
+            for module in self.modules:
+                module.run()
+            torch: Any = sys.modules["torch"]
+            for operator, name in self.builtins.operators:
+                torch.jit._builtins._register_builtin(operator, name)
+            for module_name, names in _REEXPORTED.items():
+                for name in names:
+                    if hasattr(torch, name):  # else torch is still being imported, and takes it itself
+                        setattr(torch, name, getattr(sys.modules[module_name], name))
+
+
+class _DeferringLoader(Loader):
+    """Makes a module without running it."""
+
+    def __init__(self, loader: Loader, finder: _Finder) -> None:
+        self._loader, self._finder = loader, finder
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Deferred(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert isinstance(module, _Deferred) and module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = self._loader
+        module.__dict__.update(_placeholders(module, self._finder.builtins))
+        module.__dict__["_deltic_pending"] = (self._loader, self._finder)
+        self._finder.modules.append(module)
+
+
+class _Deferred(ModuleType):
+    """A module that runs as soon as an attribute is missed."""
+
+    def __getattr__(self, name: str) -> Any:
+        # interpreter and libraries look for special names in all modules, and most modules lack them
+        pending = None if name.startswith("__") and name != "__all__" else self.__dict__.get("_deltic_pending")
+        if pending is not None:
+            finder: _Finder = pending[1]
+            with finder.lock:
+                if finder.active:
+                    finder.run_all()
+                else:
+                    self.run()  # another deferred module, which runs now, imports this one
+            return getattr(self, name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def run(self) -> None:
+        if pending := self.__dict__.pop("_deltic_pending", None):
+            pending[0].exec_module(self)
+
+
+def _is_deferred(name: str) -> bool:
+    return any(name == one or name.startswith(f"{one}.") for one in DEFERRED)
+
+
+def _placeholders(module: _Deferred, builtins: _JitBuiltins) -> dict[str, Any]:
+    """What torch takes from a deferred module while it is imported."""
+    name = module.__name__
+    placeholders: dict[str, Any] = {function: _calling(module, function) for function in _REEXPORTED.get(name, ())}
+    if name == "torch.fx.operator_schemas":
+        placeholders["_SCHEMA_TO_SIGNATURE_CACHE"] = {}
+    if name == "torch.jit":
+        placeholders["_builtins"] = builtins
+    return placeholders
+
+
+def _calling(module: _Deferred, name: str) -> Callable[..., Any]:
+    """Returns a function that runs the deferred modules, then calls the module's own function."""
+    def call(*args: Any, **kwargs: Any) -> Any:
+        vars(module).pop(name, None)
+        return getattr(module, name)(*args, **kwargs)
+    return call
+
+
+class _JitBuiltins:
+    """Stands for `torch.jit._builtins`, which TorchScript knows operators by."""
+
+    def __init__(self) -> None:
+        self.operators: list[tuple[Any, str]] = []
+
+    def _register_builtin(self, function: Any, name: str) -> None:
+        self.operators.append((function, name))
