@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
-from deltic.cache.offload.state_manifest import SavedState
 from deltic.chat.choices import AnswerAssembler, ChatOutput, Choice, answer_end
 from deltic.chat.json_schema import Bounds
 from deltic.chat.output_router import Delta
@@ -41,7 +41,6 @@ from deltic.engine.arguments import (
 )
 from deltic.engine.engine import Engine
 from deltic.engine.loading import LoadProgress, ModelOverrides, RandomModel, load_any
-from deltic.engine.states import StateFiles
 from deltic.engine.warm_up import warm_up
 from deltic.engine.worker import EventMailbox, Worker
 from deltic.errors import ConfigError, ModelError, RequestError, of_prompt, show
@@ -49,6 +48,10 @@ from deltic.export.backend import ProgramModel
 from deltic.params import EngineRequest, Event, LogitsProcessor, Prompt, SamplingParams
 from deltic.runner.model_runner import ModelRunner
 from deltic.runner.operator_profile import Profile, profiling
+
+if TYPE_CHECKING:
+    from deltic.cache.offload.state_manifest import SavedState
+    from deltic.engine.states import StateFiles
 
 __all__ = ["LLM", "ChatOptions", "ChatOutput", "Choice", "Stream", "TokenCallback"]
 
@@ -307,10 +310,15 @@ class LLM:
             log.info("%s: tokenizer and chat template read in %.2f s", runtime.name, time.perf_counter() - began)
         self.runtime = _with_words(runtime, self._chat_processor.tokenizer) if self._chat_processor else runtime
         self.worker = Worker(Engine(self.runtime))
-        self.states = StateFiles(self.runtime, self._chat_processor)
-        """Saves and loads prefixes; see `save_state` and `load_state`."""
         self._closing = threading.Lock()
         weakref.finalize(self, self.worker.stop, 0.0).atexit = False  # the worker handles the interpreter's end itself
+
+    @cached_property
+    def states(self) -> StateFiles:
+        """Saves and loads prefixes; see `save_state` and `load_state`."""
+        from deltic.engine.states import StateFiles  # pydantic, 0.1 s
+
+        return StateFiles(self.runtime, self._chat_processor)
 
     @property
     def engine(self) -> Engine:

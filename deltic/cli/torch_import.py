@@ -2,10 +2,10 @@
 
 `import torch` runs 770 modules, among them those of compilation, export, training and quantization. Here a module of
 DEFERRED is registered without running. The first use of an attribute of any of them runs them all, in the order of an
-ordinary import, because torch's modules import each other in circles. Another version of torch may use one of them
-earlier: that costs the time of an ordinary import.
+ordinary import, because torch's modules import each other in circles.
 
-Only commands do this, whose process belongs to deltic, and only with a build of torch for CPUs.
+Only commands do this, because their process is deltic's own, and only with a build of torch for CPUs and of a version
+that was tested: C++ code of torch that initializes a static variable from a deferred module would wait for itself.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from threading import RLock
@@ -30,10 +31,13 @@ DEFERRED = tuple(f"torch.{name}" for name in (
     "func", "fx", "hub", "jit", "linalg", "masked", "mps", "mtia", "nested", "nn", "optim", "package", "profiler",
     "quantization", "signal.windows", "special", "testing", "utils.data", "xpu")) + ("torchgen.model", "unittest.mock")
 """With all modules below them."""
-_AT_ONCE = ("torch.nn.parameter", "torch.package._mangling")
+_AT_ONCE = ("torch.fx.experimental._sym_dispatch_mode", "torch.fx.experimental.sym_node", "torch.nn.parameter",
+            "torch.package._mangling")
 """Modules that torch needs while it is imported, although their package is deferred."""
 _REEXPORTED = {"torch._higher_order_ops": ("cond", "while_loop"), "torch.func": ("vmap",), "torch._lobpcg": ("lobpcg",)}
 """Functions that torch's own namespace takes over."""
+_TESTED = ("2.13.",)
+"""The beginnings of torch's versions with which `tests/test_cli_start.py` passed."""
 _GPU_LIBRARIES = ("*torch_cuda*", "*torch_hip*", "*torch_xpu*")
 
 
@@ -57,8 +61,8 @@ def quick_imports() -> Iterator[None]:
 
 def _defer_torch() -> None:
     torch = find_spec("torch")
-    if torch is None or torch.origin is None:
-        return  # the import says so
+    if torch is None or torch.origin is None or not version("torch").startswith(_TESTED):
+        return
     libraries = Path(torch.origin).parent / "lib"
     if not any(next(libraries.glob(pattern), None) for pattern in _GPU_LIBRARIES):
         sys.meta_path.insert(0, _Finder())
