@@ -25,11 +25,11 @@ from typing import Any
 
 __all__ = ["DEFERRED", "quick_imports"]
 
-DEFERRED = tuple(f"torch.{name}" for name in (
+DEFERRED = ("torchgen.model", "unittest.mock", *(f"torch.{name}" for name in (
     "_decomp", "_higher_order_ops", "_lobpcg", "_meta_registrations", "_native", "_prims", "_refs", "_size_docs",
     "_storage_docs", "_subclasses", "_tensor_docs", "_torch_docs", "ao", "compiler", "distributions", "export", "fft",
     "func", "fx", "hub", "jit", "linalg", "masked", "mps", "mtia", "nested", "nn", "optim", "package", "profiler",
-    "quantization", "signal.windows", "special", "testing", "utils.data", "xpu")) + ("torchgen.model", "unittest.mock")
+    "quantization", "signal.windows", "special", "testing", "utils.data", "xpu")))
 """With all modules below them."""
 _AT_ONCE = ("torch.fx.experimental._sym_dispatch_mode", "torch.fx.experimental.sym_node", "torch.nn.parameter",
             "torch.package._mangling")
