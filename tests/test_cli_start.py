@@ -22,15 +22,23 @@ pending = [name for name, module in sys.modules.items() if "_deltic_pending" in 
 print(json.dumps({"code": code, "modules": sorted(sys.modules), "pending": pending}), file=sys.stderr)
 """
 USE = """
-import sys
+import sys, threading
 from deltic.cli.torch_import import quick_imports
 with quick_imports():
     import torch
 assert any("_deltic_pending" in vars(module) for module in sys.modules.values())
+given = torch.tensor([1.0, 2.0, 3.0])
+def linear(names=("Linear", "functional", "Module")):
+    found.append([getattr(torch.nn, name) for name in names])
+found, failed = [], []
+threading.excepthook = failed.append
+threads = [threading.Thread(target=linear) for _ in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert len(found) == 8 and not failed, (found, failed)
 class Softmax(torch.nn.Module):
     def forward(self, x):
         return torch.nn.functional.softmax(x + 1, 0)
-given = torch.tensor([1.0, 2.0, 3.0])
 assert torch.equal(torch.export.export(Softmax(), (given,)).module()(given), given.softmax(0))
 assert torch.equal(torch.vmap(lambda x: x * 2)(given), given * 2) and torch.vmap is torch.func.vmap
 assert torch.cond is sys.modules["torch._higher_order_ops"].cond

@@ -38,6 +38,8 @@ _REEXPORTED = {"torch._higher_order_ops": ("cond", "while_loop"), "torch.func": 
 """Functions that torch's own namespace takes over."""
 _TESTED = ("2.13.",)
 """The beginnings of torch's versions with which `tests/test_cli_start.py` passed."""
+_PENDING, _FINDER = "_deltic_pending", "_deltic_finder"
+"""Attributes of deferred modules: the loader of one that has not run, the finder of one that has not ended."""
 _GPU_LIBRARIES = ("*torch_cuda*", "*torch_hip*", "*torch_xpu*")
 
 
@@ -91,7 +93,7 @@ class _Finder(MetaPathFinder):
         with self.lock:
             self.active = False
             for module in self.modules:
-                module.run()
+                _run(module)
             torch: Any = sys.modules["torch"]
             for operator, name in self.builtins.operators:
                 torch.jit._builtins._register_builtin(operator, name)
@@ -113,30 +115,33 @@ class _DeferringLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         assert isinstance(module, _Deferred) and module.__spec__ is not None
         module.__loader__ = module.__spec__.loader = self._loader
-        module.__dict__.update(_placeholders(module, self._finder.builtins))
-        module.__dict__["_deltic_pending"] = (self._loader, self._finder)
+        vars(module).update(_placeholders(module, self._finder.builtins))
+        vars(module).update({_PENDING: self._loader, _FINDER: self._finder})
         self._finder.modules.append(module)
 
 
 class _Deferred(ModuleType):
-    """A module that runs as soon as an attribute is missed."""
+    """A module that runs as soon as an attribute is missed. Other threads wait until it has run."""
 
     def __getattr__(self, name: str) -> Any:
         # interpreter and libraries look for special names in all modules, and most modules lack them
-        pending = None if name.startswith("__") and name != "__all__" else self.__dict__.get("_deltic_pending")
-        if pending is not None:
-            finder: _Finder = pending[1]
-            with finder.lock:
-                if finder.active:
-                    finder.run_all()
-                else:
-                    self.run()  # another deferred module, which runs now, imports this one
-            return getattr(self, name)
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        finder: _Finder | None = None if name.startswith("__") and name != "__all__" else vars(self).get(_FINDER)
+        if finder is None:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        with finder.lock:
+            if finder.active:
+                finder.run_all()
+            else:
+                _run(self)  # another deferred module, which runs now, imports this one
+        return ModuleType.__getattribute__(self, name)
 
-    def run(self) -> None:
-        if pending := self.__dict__.pop("_deltic_pending", None):
-            pending[0].exec_module(self)
+
+def _run(module: ModuleType) -> None:
+    """Runs a deferred module, which is an ordinary one afterwards."""
+    if loader := vars(module).pop(_PENDING, None):
+        loader.exec_module(module)
+        del vars(module)[_FINDER]
+        module.__class__ = ModuleType
 
 
 def _is_deferred(name: str) -> bool:
