@@ -20,9 +20,7 @@ from deltic.chat.choices import AnswerAssembler, ChatOutput, Choice, answer_end
 from deltic.chat.json_schema import Bounds
 from deltic.chat.output_router import Delta
 from deltic.chat.processor import ChatConfig, ChatProcessor, PreparedRequest, bare_job, prompt_bound, read_template
-from deltic.chat.response_format import OutputFormat, only_format
-from deltic.chat.response_format import response_format as read_response_format
-from deltic.chat.response_format import structured_outputs as read_structured_outputs
+from deltic.chat.response_format import OutputFormat, as_format
 from deltic.chat.tokenizer import Tokenizer, TokenizerFiles
 from deltic.chat.tool_grammar import AnswerForm, ToolChoice
 from deltic.engine.arguments import (
@@ -316,8 +314,7 @@ class LLM:
     @cached_property
     def states(self) -> StateFiles:
         """Saves and loads prefixes; see `save_state` and `load_state`."""
-        from deltic.engine.states import StateFiles  # pydantic, 0.1 s
-
+        from deltic.engine.states import StateFiles  # imports pydantic
         return StateFiles(self.runtime, self._chat_processor)
 
     @property
@@ -537,11 +534,6 @@ class LLM:
 
 def _with(job: PreparedRequest, salt: str, processors: Any) -> PreparedRequest:
     return replace(job, request=replace(job.request, cache_salt=salt, logits_processors=as_processors(processors)))
-
-
-def as_format(response_format: Any = None, structured_outputs: Any = None) -> OutputFormat | None:
-    """The one of the two that is given; RequestError if both are."""
-    return only_format([read_response_format(response_format), read_structured_outputs(structured_outputs)])
 
 
 def _chat_processor(runtime: ModelRunner | ProgramModel, template: str | Path | None, **options: Any
