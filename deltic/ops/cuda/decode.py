@@ -39,6 +39,7 @@ from deltic.ops.cuda.moe import ALL_REAL, RealTokens
 from deltic.ops.cuda.quantized_moe import experts_of
 from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sample import why_not as why_not_draw
+from deltic.ops.cuda.sliced_product import WHOLE, Split, split_of
 from deltic.ops.cuda.state_delta_log import NewDeltas, StateDeltaLog, gdn_arguments
 from deltic.ops.reference import frequency_axis
 from deltic.ops.torch import OPS as TORCH
@@ -275,8 +276,10 @@ class DecodeStep:
     def _project_out(self, layer: DecoderLayer, buffers: _DecodeBuffers) -> None:
         """Adds the output projection of the mixer to the residual."""
         mixer, weight = layer.mixer, _out_proj(layer)
-        if not isinstance(mixer, GdnWeights) or not self.splits_heads(mixer.spec, buffers):
+        if not isinstance(mixer, GdnWeights):
             return self.multiply(weight, buffers.y, None, buffers.residual, ADD)
+        if not self.splits_heads(mixer.spec, buffers):
+            return self.multiply(weight, buffers.y, None, buffers.residual, ADD, split_of(1, mixer.spec))
         spec, parts = mixer.spec, self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:
@@ -287,16 +290,17 @@ class DecodeStep:
         self._launch(product, weight, len(buffers.residual), x=buffers.core, scale=None, y=buffers.residual,
                      eps=spec.eps)
 
-    def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int) -> None:
+    def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int,
+                 split: Split = WHOLE) -> None:
         """Multiplies few tokens x [T, columns] with a weight. scale: of the norm before it, if any. out: STORE, ADD or
-        GATE, to y."""
+        GATE, to y. split: of the columns, with ADD."""
         parts = self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:
             product = quantized_product.product_of(parts, scale is not None, out, self.blocks)
         else:
             unit = unit_of(_rows(weight), out, self.blocks)
-            product = Multiply(_columns(weight), scale is not None, out, unit, card=self._shapes.card)
+            product = Multiply(_columns(weight), scale is not None, out, unit, split=split, card=self._shapes.card)
         tokens, launches = len(x), -(-len(x) // product.most)
         if launches > 1:
             x = _compact(x, tokens, _columns(weight))

@@ -1,6 +1,6 @@
 
 // The input of a product of up to 16 tokens, in shared memory.
-enum { kStore, kAdd, kGate };  // what becomes of a product's sums
+enum { kStore, kAdd, kGate, kPart };  // what becomes of a product's sums; kPart: of one device's, which others are added to
 enum { kPlain, kFixed, kBoth, kPaired };  // as what an input is kept
 
 // What is kept of 64 columns of a tile as whole numbers: those of its groups of 32 columns j and j + 4. Each is 256 times
