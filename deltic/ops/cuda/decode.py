@@ -284,7 +284,7 @@ class DecodeStep:
         product: Multiply | PackedMultiply
         if parts:
             product = quantized_product.product_of(parts, False, ADD, self.blocks, spec.value_dim,
-                                                   gdn_slice(spec, "few"))
+                                                   gdn_slice(spec, "few"), split_of(1, spec))
         else:
             product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks), self._shapes.card)
         self._launch(product, weight, len(buffers.residual), x=buffers.core, scale=None, y=buffers.residual,
@@ -297,7 +297,7 @@ class DecodeStep:
         parts = self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:
-            product = quantized_product.product_of(parts, scale is not None, out, self.blocks)
+            product = quantized_product.product_of(parts, scale is not None, out, self.blocks, split=split)
         else:
             unit = unit_of(_rows(weight), out, self.blocks)
             product = Multiply(_columns(weight), scale is not None, out, unit, split=split, card=self._shapes.card)
