@@ -188,7 +188,7 @@ class DecodeStep:
             residual=empty(tokens, self.hidden) if residual is None else residual,
             turns=empty(tokens, self.decoder.rope.rotary_dim),
             y=empty(tokens, max(gdn.values if gdn else 1, heads * size), dtype=torch.bfloat16),
-            core=empty(min(tokens, MAX_SPLIT_HEAD_TOKENS), heads_stride(gdn) if gdn else 1),
+            core=empty(min(tokens, MAX_SPLIT_HEAD_TOKENS), heads_stride(gdn, self._shapes.shards) if gdn else 1),
             mixed=empty(tokens, heads, parts, size),
             mass=empty(tokens, heads, parts, 2),
             over_log=over_log,
@@ -339,7 +339,8 @@ class DecodeStep:
 
     def _gdn(self, layer: DecoderLayer, mixer: GdnWeights, buffers: _DecodeBuffers, proj: Tensor, stride: int) -> None:
         batch, spec, state = buffers.batch, mixer.spec, self.views.states[layer.store]
-        slices, heads = spec.value_dim // gdn_slice(spec, buffers.kind), spec.value_heads * batch.layout.rows
+        slices = spec.value_dim // gdn_slice(spec, buffers.kind, mixer.shards)
+        heads = spec.value_heads * batch.layout.rows
         splits, kind = self.splits_heads(spec, buffers), buffers.kind
         if splits:
             # kernels with one block for each multiprocessor leave the next one the same room everywhere
@@ -360,7 +361,7 @@ class DecodeStep:
         tokens = len(buffers.residual)
         if buffers.over_log or buffers.kind != "few" or tokens > MAX_SPLIT_HEAD_TOKENS:
             return False
-        slices = spec.value_heads * spec.value_dim // gdn_slice(spec, "few")
+        slices = spec.values // gdn_slice(spec, "few", self._shapes.shards)
         return slices * tokens <= 2 * self.blocks
 
     def _attend(
