@@ -83,7 +83,7 @@ DeltaScanArgs = _struct(
     "key_heads value_heads tiled row emits")
 ExpertsGateArgs = _struct(
     "ExpertsGateArgs", "x scale logits weights wanted y count starts", "eps", "tokens first group slots")
-ExpertsDownArgs = _struct("ExpertsDownArgs", "x logits weights y count starts", "", "tokens first slots")
+ExpertsDownArgs = _struct("ExpertsDownArgs", "x logits weights y count starts", "", "tokens first slots group")
 AskHostArgs = _struct(
     "AskHostArgs",
     "x scale logits weights count starts state request answer counts experts shares factors input", "eps",

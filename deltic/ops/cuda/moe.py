@@ -24,6 +24,7 @@ from deltic.ops.cuda.layout import (
     TWO_BLOCKS_SHARED_BYTES,
     WARPS,
 )
+from deltic.ops.slices import SLICES
 from deltic.ops.types import ExpertPool, MlpWeights, MoeWeights, Weight
 
 GATE_SHARED_BYTES, DOWN_SHARED_BYTES = 115 << 10, 98 << 10
@@ -110,7 +111,8 @@ class ExpertsShape:
         """Returns slots of the ring and bytes of shared memory."""
         experts = min(self.count, tokens * self.per_token) + self.shared
         slot = -(-(32 * self.size + tokens * (-(-self.size // 64) * 128 + 64)) // 128) * 128
-        fixed = self.ring_offset + 2 * WARPS * 16 * 4 * tokens
+        sums = (SLICES * self.shared + WARPS * parts_at_once(tokens)) * 16 * 4 * tokens
+        fixed = self.ring_offset + 2 * sums
         slots = ring_slots(fixed, slot, DOWN_SHARED_BYTES, experts * -(-self.hidden // (16 * blocks)),
                            self.card, tokens)
         return slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot)
@@ -246,7 +248,8 @@ class MoeOp:
         self._module.launch(f"k_experts_gate_{name}", (self._blocks,), threads, args.ExpertsGateArgs(
             wanted=table.at.wanted, y=gated, group=group, slots=slots, **gate), shared)
         self._module.launch(f"k_experts_down_{name}", (self._blocks,), threads, args.ExpertsDownArgs(
-            x=gated, weights=table.at.down, y=residual, slots=down_slots, **down), down_shared)
+            x=gated, weights=table.at.down, y=residual, slots=down_slots, group=parts_at_once(tokens), **down),
+            down_shared)
         if host:
             self._module.launch("k_add_host", (tokens,), 256, args.AddHostArgs(
                 y=residual, hidden=self._shape.hidden, **host.answer))
@@ -342,6 +345,11 @@ def _plain(weight: Weight) -> bool:
 def _sizes(part: MlpWeights) -> tuple[tuple[int, ...], tuple[int, ...]]:
     gate, down = _both(part)
     return tuple(gate.shape), tuple(down.shape)
+
+
+def parts_at_once(tokens: int) -> int:
+    """Returns the parts of the mixture (`ops.slices`) whose sums the threads of a block make at once."""
+    return min(SLICES, 1 << (WARPS * 32 // (16 * tokens)).bit_length() - 1)
 
 
 def ring_slots(fixed: int, slot: int, beside: int, items: int, card: Card, tokens: int) -> int:

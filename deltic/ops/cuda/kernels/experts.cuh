@@ -3,8 +3,9 @@
 // The weights of an expert are read once a step, whoever passes it, and nothing of the others is. Every block works out by
 // itself who passes whom, from the router's products, which is faster than to be told. The tensor cores have 16 rows for
 // tokens anyway, so that an expert's products are made of all of them; a token that does not pass it is a row of zeros, or
-// is not looked at. A token's sum goes over the shared expert, then over its own in their order, whoever else is there, so
-// that its bits are its own. An expert lies wherever its pointer says.
+// is not looked at. A token's sum has the order of deltic/ops/slices.py, whoever else is there and however many devices
+// have parts of the experts: part s of 8 is the sum of its experts of group s, in their order, plus slice s of the shared
+// expert, and the parts are added in pairs. An expert lies wherever its pointer says.
 
 struct ExpertsGate {
     const float *x, *scale;  // [T, H] residual; [H] of the norm
@@ -24,7 +25,9 @@ struct ExpertsDown {
     float *y;              // [T, H], added to
     const i64 *count, *starts;
     int tokens, first, slots;
+    int group;             // parts whose sums over the warps are made at once, a power of two
 };
+constexpr int PARTS = 8;  // groups of experts by number, and slices of the shared expert
 
 // Of the tokens from `first` on those that do not only fill a bucket up: these choose no experts.
 DEVICE int real_tokens(const i64 *count, const i64 *starts, int tokens, int first = 0) {
@@ -346,12 +349,15 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
     Who &who;
     Ring ring;
     u32 slots_at;
-    float *partial;  // [2, WARPS, T, 16]
+    float *shared_parts;  // [2, PARTS, T, 16]: of the shared expert
+    float *partial;       // [2, group, WARPS, T, 16]
+    PairedSum paired;
 
     DEVICE DownUnits(const ExpertsDown &args, char *shared)
         : a(args), tid(threadIdx.x), warp(threadIdx.x >> 5), lane(threadIdx.x & 31),
           slot_bytes((MATRIX + args.tokens * STRIDE + 127) / 128 * 128), who(*(Who *)(shared + 1024)), ring(shared, args.slots),
-          slots_at(shared_address(shared + OFFSET)), partial((float *)(shared + OFFSET + args.slots * slot_bytes)) {}
+          slots_at(shared_address(shared + OFFSET)), shared_parts((float *)(shared + OFFSET + args.slots * slot_bytes)),
+          partial(shared_parts + (SHARED ? 2 * PARTS * 16 * args.tokens : 0)) {}
     DEVICE void copy_matrix(int unit, int slot, u64 policy) {
         if (!BULK_COPIES || lane == 0) {
             expect_bytes(ring.filled(), MATRIX + __popc(who.mask[slot]) * LINE);
@@ -380,51 +386,81 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
     }
     // A lane's eight columns of a token's input; zeros where it does not pass the expert.
     DEVICE uint4 input(u32 at, bool there) const { return there ? load_shared(at) : make_uint4(0, 0, 0, 0); }
-    DEVICE void multiply_unit(float *to) {
-        float d[2][2][4] = {};
+    // Where a lane finds the weights of a slot, its first columns of the rows lane / 4, and those of tokens that pass it.
+    struct Slot {
+        u32 at, from[HALVES];
+        bool there[HALVES];
+    };
+    DEVICE Slot current(int slot) const {
         const int row = lane >> 2, column = (lane & 3) * 8;
-        const bool odd = row & 1;
-        for (int slot = 0; slot < who.count; ++slot) {
-            const u32 mask = who.mask[slot], at = slots_at + ring.slot * slot_bytes;
-            bool there[HALVES];
-            u32 from[HALVES];
+        const u32 mask = who.mask[slot], at = slots_at + ring.slot * slot_bytes;
+        Slot s;
+        s.at = at + row * LINE + column * 2;
 #pragma unroll
-            for (int half = 0; half < HALVES; ++half) {
-                there[half] = mask >> (row + 8 * half) & 1;
-                from[half] = at + MATRIX + __popc(mask & ((1u << (row + 8 * half)) - 1)) * STRIDE + column * 2;
-            }
-            ring.await_filled();
-#pragma unroll
-            for (int first = 0; first < I; first += 64 * WARPS) {
-                const int piece = first + warp * 64;
-                if (I % (64 * WARPS) && piece >= I) break;
-                // whole pieces, but for the last one
-                const bool whole = I % 64 == 0 || piece + 64 <= I;
-                uint4 v[2][2], x[2][2] = {};
-#pragma unroll
-                for (int n = 0; n < 2; ++n) {
-                    const u32 w = at + (n * 8 + row) * LINE + (piece + column) * 2;
-                    if (whole) load_both(v[n], w, odd);
-                    else {
-#pragma unroll
-                        for (int j = 0; j < 2; ++j) v[n][j] = input(w + j * 64, piece + j * 32 + column < I);
-                    }
-                }
-#pragma unroll
-                for (int j = 0; j < 2; ++j)
-#pragma unroll
-                    for (int half = 0; half < HALVES; ++half)
-                        x[j][half] = input(from[half] + (piece + j * 32) * 2, there[half] && (whole || piece + j * 32 + column < I));
-#pragma unroll
-                for (int j = 0; j < 2; ++j)
-#pragma unroll
-                    for (int n = 0; n < 2; ++n) {
-                        multiply(d[n][0], x[j][0].x, x[j][1].x, x[j][0].y, x[j][1].y, v[n][j].x, v[n][j].y);
-                        multiply(d[n][1], x[j][0].z, x[j][1].z, x[j][0].w, x[j][1].w, v[n][j].z, v[n][j].w);
-                    }
-            }
-            ring.release();
+        for (int half = 0; half < HALVES; ++half) {
+            s.there[half] = mask >> (row + 8 * half) & 1;
+            s.from[half] = at + MATRIX + __popc(mask & ((1u << (row + 8 * half)) - 1)) * STRIDE + column * 2;
         }
+        return s;
+    }
+    static DEVICE void multiply_both(float (&d)[2][4], const uint4 (&x)[2], const uint4 &w) {
+        multiply(d[0], x[0].x, x[1].x, x[0].y, x[1].y, w.x, w.y);
+        multiply(d[1], x[0].z, x[1].z, x[0].w, x[1].w, w.z, w.w);
+    }
+    DEVICE void multiply_expert(float (&d)[2][2][4], int slot) {
+        const int column = (lane & 3) * 8;
+        const bool odd = lane >> 2 & 1;
+        const Slot s = current(slot);
+        ring.await_filled();
+#pragma unroll
+        for (int first = 0; first < I; first += 64 * WARPS) {
+            const int piece = first + warp * 64;
+            if (I % (64 * WARPS) && piece >= I) break;
+            // whole pieces, but for the last one
+            const bool whole = I % 64 == 0 || piece + 64 <= I;
+            uint4 v[2][2], x[2][2] = {};
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const u32 w = s.at + n * 8 * LINE + piece * 2;
+                if (whole) load_both(v[n], w, odd);
+                else {
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) v[n][j] = input(w + j * 64, piece + j * 32 + column < I);
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+#pragma unroll
+                for (int half = 0; half < HALVES; ++half)
+                    x[j][half] = input(s.from[half] + (piece + j * 32) * 2, s.there[half] && (whole || piece + j * 32 + column < I));
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+#pragma unroll
+                for (int n = 0; n < 2; ++n) multiply_both(d[n], x[j], v[n][j]);
+        }
+        ring.release();
+    }
+    // The shared expert: a warp has one of its slices.
+    DEVICE void multiply_shared(float *to) {
+        constexpr int ALL = (I + 15) / 16;
+        const int begin = slice_begin(ALL, PARTS, warp) * 16, end = min(slice_end(ALL, PARTS, warp) * 16, I);
+        const Slot s = current(0);
+        float d[2][2][4] = {};
+        ring.await_filled();
+        for (int first = begin; first < end; first += 32) {
+            const bool in = first + (lane & 3) * 8 < end;
+            uint4 x[2] = {};
+#pragma unroll
+            for (int half = 0; half < HALVES; ++half) x[half] = input(s.from[half] + first * 2, in && s.there[half]);
+#pragma unroll
+            for (int n = 0; n < 2; ++n) multiply_both(d[n], x, input(s.at + n * 8 * LINE + first * 2, in));
+        }
+        ring.release();
+        store_sums(d, to);
+    }
+    // A warp's sums of a part, [T, 16].
+    DEVICE void store_sums(const float (&d)[2][2][4], float *to) const {
+        const int row = lane >> 2;
         to += (warp * a.tokens + row) * 16 + (lane & 3) * 2;
 #pragma unroll
         for (int half = 0; half < HALVES; ++half)
@@ -434,18 +470,45 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
                     *(float2 *)(to + half * 128 + n * 8) = make_float2(d[n][0][2 * half] + d[n][1][2 * half],
                                                                        d[n][0][2 * half + 1] + d[n][1][2 * half + 1]);
     }
-    DEVICE void run() {
-        const int token = tid >> 4, n = tid & 15;
-        for (int unit = blockIdx.x, turn = 0; unit < UNITS; unit += gridDim.x, turn ^= 1) {
-            float *const y = a.y + i64(token) * H + unit * 16 + n, *to = partial + turn * WARPS * a.tokens * 16;
-            const float old = token < a.tokens ? load(y) : 0.f;
-            multiply_unit(to);
-            meet_eight_warps();
-            if (token >= a.tokens) continue;
-            float v = 0;
+    // A thread's part of those that are summed at once, token and row.
+    struct Place {
+        int part, token, row;
+    };
+    DEVICE Place place() const {
+        const int number = tid >> __popc(a.group - 1);
+        return {tid & (a.group - 1), number >> 4, number & 15};
+    }
+    DEVICE void finish(int begin, const float *from, const float *shared_from, float *y, float old) {
+        const Place p = place();
+        float v = 0;
+        if (p.token < a.tokens) {
+            from += (p.part * WARPS * a.tokens + p.token) * 16 + p.row;
 #pragma unroll
-            for (int i = 0; i < WARPS; ++i) v += to[(i * a.tokens + token) * 16 + n];
-            *y = old + v;
+            for (int i = 0; i < WARPS; ++i) v += from[i * a.tokens * 16];
+            if (SHARED) v += shared_from[((begin + p.part) * a.tokens + p.token) * 16 + p.row];
+        }
+        if (paired.add(v, begin, a.group, PARTS) && p.token < a.tokens && p.part == 0) *y = old + v;
+    }
+    DEVICE void run() {
+        const Place p = place();
+        const int each = WARPS * a.tokens * 16;
+        for (int unit = blockIdx.x, turn = 0, other = 0; unit < UNITS; unit += gridDim.x, other ^= 1) {
+            float *const y = a.y + i64(p.token) * H + unit * 16 + p.row;
+            float *const shared_to = shared_parts + other * PARTS * a.tokens * 16;
+            const float old = p.token < a.tokens ? load(y) : 0.f;
+            int slot = SHARED;
+            if constexpr (SHARED) multiply_shared(shared_to);
+            for (int begin = 0; begin < PARTS; begin += a.group, turn ^= 1) {
+                float *const to = partial + turn * a.group * each;
+                for (int part = 0; part < a.group; ++part) {
+                    const int end = slice_end(E, PARTS, begin + part);
+                    float d[2][2][4] = {};
+                    for (; slot < who.count && who.expert[slot] < end; ++slot) multiply_expert(d, slot);
+                    store_sums(d, to + part * each);
+                }
+                meet_eight_warps();
+                finish(begin, to, shared_to, y, old);
+            }
         }
     }
 };

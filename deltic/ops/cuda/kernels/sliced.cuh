@@ -52,7 +52,8 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
     u32 barrier, at, input;   // of the current slot: its barrier, the lane's first fragment; the lane's first one of x
     char *ring;               // [slots, ROWS, LINE]
     float *partial;           // [2, group, WARPS, T, ROWS]
-    float old = 0, kept[3];   // kept: sums of 1, 2 and 4 times `group` slices that wait for those they are paired with
+    float old = 0;
+    PairedSum paired;
 
     DEVICE SlicedMultiplier(const Product &args, char *shared) : Base(args, (float *)(shared + 512)) {
         count = a.whole + (blockIdx.x < a.rest);
@@ -214,18 +215,7 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
 #pragma unroll
             for (int i = 1; i < WARPS; ++i) v += from[i * stride];
         }
-        for (int apart = 1; apart < slices; apart *= 2) v += __shfl_xor_sync(~0u, v, apart);
-        if (slices < SLICES) {
-            const int turn = begin / slices;
-            bool pairs = true;
-#pragma unroll
-            for (int level = 0; level < 3; ++level) {
-                if (pairs && turn >> level & 1) v = kept[level] + v;
-                else if (pairs) kept[level] = v, pairs = false;
-            }
-            if (begin + slices < SLICES) return;
-        }
-        if (!own || p.slice) return;
+        if (!paired.add(v, begin, slices, SLICES) || !own || p.slice) return;
         if (float *const y = place_in_y(p, first + p.unit)) *y = OUT == kAdd ? old + v : v;
     }
     DEVICE void run() {
