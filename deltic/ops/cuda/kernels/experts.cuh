@@ -7,6 +7,8 @@
 // have parts of the experts: part s of 8 is the sum of its experts of group s, in their order, plus slice s of the shared
 // expert, and the parts are added in pairs. An expert lies wherever its pointer says.
 
+constexpr int PARTS = 8;  // groups of experts by number, and slices of the shared expert
+
 struct ExpertsGate {
     const float *x, *scale;  // [T, H] residual; [H] of the norm
     const float *logits;     // [T, E]; with a shared expert [T, E + 1], the last one of its gate
@@ -27,7 +29,6 @@ struct ExpertsDown {
     int tokens, first, slots;
     int group;             // parts whose sums over the warps are made at once, a power of two
 };
-constexpr int PARTS = 8;  // groups of experts by number, and slices of the shared expert
 
 // Of the tokens from `first` on those that do not only fill a bucket up: these choose no experts.
 DEVICE int real_tokens(const i64 *count, const i64 *starts, int tokens, int first = 0) {
@@ -121,6 +122,35 @@ template <int E, int BEST, bool SHARED, bool NORMALISED, bool HOST = false> stru
             if (SHARED && lane == 0) share[token] = sigmoid(gate);
         }
         __syncthreads();
+    }
+    // By all warps: a token's experts by their part, of one part still the best first. They no longer fit `chosen_share`.
+    DEVICE void order_parts(int tokens) {
+        constexpr int EACH = (BEST + 31) / 32;
+        const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+        for (int token = warp; token < tokens; token += WARPS) {
+            int own[EACH], place[EACH];
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const int j = lane + 32 * i;
+                own[i] = j < BEST ? chosen[token][j] : E, place[i] = 0;
+                const int part = part_of(own[i]);
+                for (int other = 0; other < BEST; ++other) {
+                    const int of = part_of(chosen[token][other]);
+                    place[i] += of < part || (of == part && other < j);
+                }
+            }
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                if (lane + 32 * i < BEST) chosen[token][place[i]] = own[i];
+            }
+        }
+    }
+    static DEVICE int part_of(int expert) {
+        int part = 0;
+#pragma unroll
+        for (int i = 0; i < PARTS - 1; ++i) part += expert >= slice_end(E, PARTS, i);
+        return part;
     }
     // By one warp.
     DEVICE void list(int tokens) {
