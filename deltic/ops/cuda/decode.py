@@ -31,6 +31,7 @@ from deltic.ops.cuda.kernel_config import (
     heads_stride,
     passes_whole,
     shapes_of,
+    summed,
     unit_of,
 )
 from deltic.ops.cuda.layer_offload import LayerStore, LayerStream, used
@@ -134,9 +135,12 @@ class _DecodeBuffers:
 class DecodeStep:
     """Computes the logits of a batch; None for a batch that is neither a bucket of decode rows nor a prefill."""
 
-    def __init__(self, decoder: DecoderWeights, views: CacheViews, shapes: Shapes, reads: bool = True) -> None:
-        """reads: serve prefill steps too."""
+    def __init__(self, decoder: DecoderWeights, views: CacheViews, shapes: Shapes, reads: bool = True,
+                 add_parts: Callable[[Tensor, Tensor], None] | None = None) -> None:
+        """reads: serve prefill steps too. add_parts(part [T, H], residual [T, H]): adds the sum of all devices' parts
+        to the residual (`AllReduce.add`), if layers are split over devices."""
         self.decoder, self.views, self._shapes = decoder, views, shapes
+        self._add_parts = add_parts
         self._device, self.hidden = decoder.norm.device, decoder.embedding.shape[1]
         self._module = load_module(shapes.source(), self._device)
         self.blocks = blocks_of(self._device)
@@ -244,7 +248,7 @@ class DecodeStep:
             else:
                 with used(stream, layer.dense):
                     self.multiply(layer.dense.gate_up, residual, layer.post_norm, gated, GATE)
-                    self.multiply(layer.dense.down, gated, None, residual, ADD)
+                    self._add_product(layer.dense.down, gated, residual, layer.dense.shards)
         self.multiply(decoder.head, residual, decoder.norm, logits, STORE)
         return logits
 
@@ -275,25 +279,40 @@ class DecodeStep:
 
     def _project_out(self, layer: DecoderLayer, buffers: _DecodeBuffers) -> None:
         """Adds the output projection of the mixer to the residual."""
-        mixer, weight = layer.mixer, _out_proj(layer)
+        mixer, weight, residual, shards = layer.mixer, _out_proj(layer), buffers.residual, layer.mixer.shards
         if not isinstance(mixer, GdnWeights):
-            return self.multiply(weight, buffers.y, None, buffers.residual, ADD)
+            return self._add_product(weight, buffers.y, residual, shards)
         if not self.splits_heads(mixer.spec, buffers):
-            return self.multiply(weight, buffers.y, None, buffers.residual, ADD, split_of(1, mixer.spec))
+            return self._add_product(weight, buffers.y, residual, shards, mixer.spec)
         spec, parts = mixer.spec, self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:
-            product = quantized_product.product_of(parts, False, ADD, self.blocks, spec.value_dim,
-                                                   gdn_slice(spec, "few"), split_of(1, spec))
+            product = quantized_product.product_of(parts, False, summed(shards), self.blocks, spec.value_dim,
+                                                   gdn_slice(spec, "few", shards), split_of(shards, spec))
         else:
-            product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks), self._shapes.card)
-        self._launch(product, weight, len(buffers.residual), x=buffers.core, scale=None, y=buffers.residual,
-                     eps=spec.eps)
+            product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks), self._shapes.card, shards)
+        y = residual if shards == 1 else torch.empty_like(residual)
+        self._launch(product, weight, len(residual), x=buffers.core, scale=None, y=y, eps=spec.eps)
+        self._exchange(y, residual)
+
+    def _add_product(self, weight: object, x: Tensor, residual: Tensor, shards: int,
+                     spec: GdnSpec | None = None) -> None:
+        """Adds the product of few tokens with a weight whose columns `shards` devices have parts of to the residual.
+        spec: as in `split_of`."""
+        y = residual if shards == 1 else torch.empty_like(residual)
+        self.multiply(weight, x, None, y, summed(shards), split_of(shards, spec))
+        self._exchange(y, residual)
+
+    def _exchange(self, part: Tensor, residual: Tensor) -> None:
+        """Adds the parts of all devices to the residual, unless it is where this device's product was added already."""
+        if part is not residual:
+            assert self._add_parts, "layers are split over devices that nothing connects"
+            self._add_parts(part, residual)
 
     def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int,
                  split: Split = WHOLE) -> None:
-        """Multiplies few tokens x [T, columns] with a weight. scale: of the norm before it, if any. out: STORE, ADD or
-        GATE, to y. split: of the columns, with ADD."""
+        """Multiplies few tokens x [T, columns] with a weight. scale: of the norm before it, if any. out: STORE, ADD,
+        GATE or PART, to y. split: of the columns, with ADD and PART."""
         parts = self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:

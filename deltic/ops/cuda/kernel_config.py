@@ -330,8 +330,7 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
     card = card_of(decoder.norm.device)
     found = _Found(blocks_of(decoder.norm.device), card)
     gdn: GdnSpec | None = None
-    attention: AttentionSpec | None = None
-    form = 0
+    attention, form = None, 0
     experts: ExpertsShape | None = None
     for layer in decoder.layers:
         mixer = layer.mixer
