@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_cuda_kernels import HEADS, error, in_slices, launch, normed, randn
 from test_cuda_packed import Modules, packed
 from test_cuda_packed import multiply as multiply_whole
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from deltic.ops.cuda import quantized_product
 from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.kernel_config import ADD, PART, Multiply, Shapes, gdn_slice, heads_product
+from deltic.ops.cuda.kernel_config import ADD, PART, Multiply, Shapes, gdn_slice, heads_product, heads_stride
 from deltic.ops.cuda.quantized import KINDS, TILE_COLUMNS, Tiles
 from deltic.ops.cuda.quantized_product import PackedMultiply, product_of
 from deltic.ops.cuda.sliced_product import Split
@@ -70,6 +71,13 @@ def shard_of(spec: GdnSpec, shards: int) -> GdnSpec:
     return replace(spec, key_heads=spec.key_heads // shards, value_heads=spec.value_heads // shards)
 
 
+def heads_of(core: Tensor, gates: Tensor, spec: GdnSpec, norm: Tensor, shards: int) -> Tensor:
+    """As heads in slices leave it on one of several devices: see `in_slices`."""
+    heads = core * norm.repeat(spec.value_heads) * gates * gates.sigmoid()
+    squares = core.unflatten(1, (-1, gdn_slice(spec, "few", shards))).square().sum(-1)
+    return F.pad(torch.cat((heads, squares), 1), (0, heads_stride(spec, shards) - spec.values - squares.shape[1]))
+
+
 @pytest.mark.parametrize("unit", [8, 4])
 @pytest.mark.parametrize(("columns", "runs"), COLUMNS)
 def test_products(plain: Module, columns: int, runs: int, unit: int) -> None:
@@ -107,7 +115,7 @@ def test_products_of_heads(plain: Module, spec: GdnSpec) -> None:
         own, parts = shard_of(spec, shards), list[Tensor]()
         for first in range(0, spec.values, own.values):
             part = slice(first, first + own.values)
-            left = in_slices(core[:, part], gates[:, part], own, norm)
+            left = heads_of(core[:, part], gates[:, part], own, norm, shards)
             parts.append(torch.empty_like(old))
             launch(plain, heads_product(own, 8, None, shards), weight[:, part].contiguous(), left, parts[-1], None)
         assert torch.equal(old + tree_sum(parts), whole), shards
@@ -135,7 +143,7 @@ def known() -> list[PackedMultiply]:
         own = shard_of(HEADS[1], shards)
         for high in (1, 2):
             found[PackedMultiply(own.values, False, out_of(shards), frozenset({"Q4_K"}), 1, high, own.value_dim,
-                                 gdn_slice(own, "few"), split_of(shards, 1))] = None
+                                 gdn_slice(own, "few", shards), split_of(shards, 1))] = None
     return list(found)
 
 
@@ -189,9 +197,10 @@ def test_products_of_tiles_of_heads(packed_products: Module) -> None:
         own, parts = shard_of(spec, shards), list[Tensor]()
         for first in range(0, spec.values, own.values):
             columns = torch.arange(first, first + own.values)
-            part, left = part_of(tiles, columns), in_slices(core[:, columns], gates[:, columns], own, norm)
+            part, left = part_of(tiles, columns), heads_of(core[:, columns], gates[:, columns], own,
+                                                                    norm, shards)
             parts.append(torch.empty_like(old))
-            product = product_of((part,), False, PART, BLOCKS, own.value_dim, gdn_slice(own, "few"),
+            product = product_of((part,), False, PART, BLOCKS, own.value_dim, gdn_slice(own, "few", shards),
                                  split_of(shards, 1))
             quantized_product.launch(packed_products, product, (part,), 2, BLOCKS, x=left, scale=None, y=parts[-1],
                                      eps=1e-6)
