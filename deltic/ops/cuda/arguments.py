@@ -82,8 +82,9 @@ DeltaScanArgs = _struct(
     "tiles terms gates state core starts done source target firsts emit_row emit_length emit_slot", "",
     "key_heads value_heads tiled row emits")
 ExpertsGateArgs = _struct(
-    "ExpertsGateArgs", "x scale logits weights wanted y count starts", "eps", "tokens first group slots")
-ExpertsDownArgs = _struct("ExpertsDownArgs", "x logits weights y count starts", "", "tokens first slots group")
+    "ExpertsGateArgs", "x scale logits weights wanted y count starts", "eps", "tokens first group slots shared")
+ExpertsDownArgs = _struct(
+    "ExpertsDownArgs", "x logits weights y count starts", "", "tokens first slots group shared part adds")
 AskHostArgs = _struct(
     "AskHostArgs",
     "x scale logits weights count starts state request answer counts experts shares factors input", "eps",

@@ -271,7 +271,9 @@ class DecodeStep:
         assert self._experts
         logits = residual.new_empty(len(residual), _rows(weights.router))
         self.multiply(weights.router, residual, norm, logits, STORE)
-        self._experts.gemv_rows(weights, residual, norm, self.decoder.eps, logits, real)
+        part = None if weights.shards == 1 else torch.empty_like(residual)
+        self._experts.gemv_rows(weights, residual, norm, self.decoder.eps, logits, real, part)
+        self._exchange(residual if part is None else part, residual)
 
     def end(self, buffers: _DecodeBuffers) -> None:
         if buffers.new_deltas and self.delta_log:

@@ -5,7 +5,8 @@
 // tokens anyway, so that an expert's products are made of all of them; a token that does not pass it is a row of zeros, or
 // is not looked at. A token's sum has the order of deltic/ops/slices.py, whoever else is there and however many devices
 // have parts of the experts: part s of 8 is the sum of its experts of group s, in their order, plus slice s of the shared
-// expert, and the parts are added in pairs. An expert lies wherever its pointer says.
+// expert, and the parts are added in pairs. On a device that has some of the parts the others are zero, so that the sum is
+// the root of its subtree. An expert lies wherever its pointer says.
 
 constexpr int PARTS = 8;  // groups of experts by number, and slices of the shared expert
 
@@ -18,6 +19,7 @@ struct ExpertsGate {
     const i64 *count, *starts;  // of the step's rows that are real, and where rows begin; count null: all tokens are real
     float eps;
     int tokens, first, group, slots;  // first: of the step's; group: units between two sums; slots: of the ring
+    int shared;                       // rows that the device has of the shared expert's gate
 };
 
 struct ExpertsDown {
@@ -28,6 +30,8 @@ struct ExpertsDown {
     const i64 *count, *starts;
     int tokens, first, slots;
     int group;             // parts whose sums over the warps are made at once, a power of two
+    int shared, part;      // columns that the device has of the shared expert; the part that the first ones belong to
+    int adds;              // 0: y is written to instead
 };
 
 // Of the tokens from `first` on those that do not only fill a bucket up: these choose no experts.
@@ -94,7 +98,7 @@ template <int E, int BEST, bool NORMALISED> DEVICE void choose_experts(const flo
 
 // Who passes whom, in shared memory. Slots are the experts that some token passes: the shared one, then the others in their
 // order. Pairs are the tokens of all slots, one slot behind the other, a slot's in their order. HOST: experts that lie
-// nowhere, which the host computes, have no slot; `passes` keeps their tokens.
+// nowhere, which the host or another device computes, have no slot; `passes` keeps their tokens.
 template <int E, int BEST, bool SHARED, bool NORMALISED, bool HOST = false> struct alignas(16) Passed {
     static constexpr int TOKENS = 16, WARPS = 9, MOST = (E < TOKENS * BEST ? E : TOKENS * BEST) + SHARED, ALL = E + SHARED;
     u64 weights[ALL];
@@ -249,11 +253,18 @@ struct GateUnits : Input<ExpertsGate, H, true, 0, 0, false> {
         xs = shared + OFFSET + a.slots * SLOT;
         partial = (float *)(xs + H * 2 * a.tokens);
     }
-    DEVICE void copy(int item, const char *from, u64 policy) {
-        const int unit = item % UNITS;
+    // The slot of an item, and its unit: those of the shared expert come first.
+    DEVICE int slot_of(int item, int &unit) const {
+        const int rest = item - own_units();
+        unit = rest < 0 ? item : rest % UNITS;
+        return rest < 0 ? 0 : rest / UNITS + SHARED;
+    }
+    DEVICE int own_units() const { return SHARED ? a.shared / 4 : 0; }
+    DEVICE int items() const { return own_units() + (who.count - SHARED) * UNITS; }
+    DEVICE void copy(int unit, int rows, const char *from, u64 policy) {
         if (lane == 0) expect_bytes(ring.filled(), SLOT);
         __syncwarp();
-        const int row = unit * 4 + (lane & 3) + (lane >> 2) * I;
+        const int row = unit * 4 + (lane & 3) + (lane >> 2) * rows;
         COPY_EACH(lane < 8, slots_at + ring.slot * SLOT + lane * LINE, from + i64(row) * LINE, LINE, ring.filled(), policy);
         end_copies(ring.filled());
         ring.next();
@@ -262,13 +273,16 @@ struct GateUnits : Input<ExpertsGate, H, true, 0, 0, false> {
     DEVICE int copy_early(u64 policy) {
         int item = blockIdx.x;
         if constexpr (SHARED)
-            for (int i = 0; i < a.slots && item < UNITS; ++i, item += gridDim.x) copy(item, (const char *)__ldg(a.weights + E), policy);
+            for (int i = 0; i < a.slots && item < own_units(); ++i, item += gridDim.x)
+                copy(item, a.shared, (const char *)__ldg(a.weights + E), policy);
         return item;
     }
     DEVICE void copy_rest(int item, u64 policy) {
-        for (int done = (item - int(blockIdx.x)) / int(gridDim.x); item < who.count * UNITS; item += gridDim.x, ++done) {
+        for (int done = (item - int(blockIdx.x)) / int(gridDim.x); item < items(); item += gridDim.x, ++done) {
             if (done >= a.slots) ring.await_emptied();
-            copy(item, who.from[item / UNITS], policy);
+            int unit;
+            const int slot = slot_of(item, unit);
+            copy(unit, SHARED && slot == 0 ? a.shared : I, who.from[slot], policy);
         }
         await_own_copies();
     }
@@ -313,7 +327,8 @@ struct GateUnits : Input<ExpertsGate, H, true, 0, 0, false> {
     DEVICE void finish(int item, int units, const float *from) {
         for (int o = tid; o < units * a.tokens * 4; o += WARPS * 32) {
             const int n = o & 3, u = (o >> 2) / a.tokens, token = (o >> 2) - u * a.tokens;
-            const int place = item + u * gridDim.x, slot = place / UNITS, unit = place - slot * UNITS;
+            int unit;
+            const int slot = slot_of(item + u * gridDim.x, unit);
             if (!who.has(slot, token)) continue;
             const int pair = who.pair(slot, token);
             const float *part = from + u * WARPS * 8 * a.tokens, f = this->factor(token);
@@ -322,8 +337,8 @@ struct GateUnits : Input<ExpertsGate, H, true, 0, 0, false> {
         }
     }
     DEVICE void run() {
-        const int each = WARPS * 8 * a.tokens, items = who.count * UNITS;
-        const int mine = (items - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
+        const int each = WARPS * 8 * a.tokens;
+        const int mine = (items() - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
         for (int i = 0, turn = 0; i < mine; i += a.group, turn ^= 1) {
             const int units = min(a.group, mine - i);
             float *to = partial + turn * a.group * each;
@@ -388,16 +403,19 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
           slot_bytes((MATRIX + args.tokens * STRIDE + 127) / 128 * 128), who(*(Who *)(shared + 1024)), ring(shared, args.slots),
           slots_at(shared_address(shared + OFFSET)), shared_parts((float *)(shared + OFFSET + args.slots * slot_bytes)),
           partial(shared_parts + (SHARED ? 2 * PARTS * 16 * args.tokens : 0)) {}
+    // Bytes of a row of a slot's expert.
+    DEVICE int line(int slot) const { return SHARED && slot == 0 ? a.shared * 2 : LINE; }
     DEVICE void copy_matrix(int unit, int slot, u64 policy) {
         if (!BULK_COPIES || lane == 0) {
-            expect_bytes(ring.filled(), MATRIX + __popc(who.mask[slot]) * LINE);
-            bulk_copy(slots_at + ring.slot * slot_bytes, who.from[slot] + i64(unit) * MATRIX, MATRIX, ring.filled(), policy);
+            const int bytes = 16 * line(slot);
+            expect_bytes(ring.filled(), bytes + __popc(who.mask[slot]) * line(slot));
+            bulk_copy(slots_at + ring.slot * slot_bytes, who.from[slot] + i64(unit) * bytes, bytes, ring.filled(), policy);
         }
         __syncwarp();
     }
     DEVICE void copy_input(int slot) {
         COPY_EACH_KEPT(lane < __popc(who.mask[slot]), slots_at + ring.slot * slot_bytes + MATRIX + lane * STRIDE,
-                       a.x + i64(who.first[slot] + lane) * I, LINE, ring.filled());
+                       a.x + i64(who.first[slot] + lane) * I, line(slot), ring.filled());
         end_copies(ring.filled());
     }
     DEVICE void copy_all(u64 policy) {
@@ -425,7 +443,7 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
         const int row = lane >> 2, column = (lane & 3) * 8;
         const u32 mask = who.mask[slot], at = slots_at + ring.slot * slot_bytes;
         Slot s;
-        s.at = at + row * LINE + column * 2;
+        s.at = at + row * line(slot) + column * 2;
 #pragma unroll
         for (int half = 0; half < HALVES; ++half) {
             s.there[half] = mask >> (row + 8 * half) & 1;
@@ -470,20 +488,21 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
         }
         ring.release();
     }
-    // The shared expert: a warp has one of its slices.
+    // The shared expert: a warp has one of its slices, if the device has it.
     DEVICE void multiply_shared(float *to) {
         constexpr int ALL = (I + 15) / 16;
-        const int begin = slice_begin(ALL, PARTS, warp) * 16, end = min(slice_end(ALL, PARTS, warp) * 16, I);
+        const int before = slice_begin(ALL, PARTS, a.part) * 16, begin = slice_begin(ALL, PARTS, warp) * 16 - before;
+        const int end = min(slice_end(ALL, PARTS, warp) * 16, I) - before;
         const Slot s = current(0);
         float d[2][2][4] = {};
         ring.await_filled();
-        for (int first = begin; first < end; first += 32) {
+        for (int first = begin; begin >= 0 && begin < a.shared && first < end; first += 32) {
             const bool in = first + (lane & 3) * 8 < end;
             uint4 x[2] = {};
 #pragma unroll
             for (int half = 0; half < HALVES; ++half) x[half] = input(s.from[half] + first * 2, in && s.there[half]);
 #pragma unroll
-            for (int n = 0; n < 2; ++n) multiply_both(d[n], x, input(s.at + n * 8 * LINE + first * 2, in));
+            for (int n = 0; n < 2; ++n) multiply_both(d[n], x, input(s.at + n * 8 * line(0) + first * 2, in));
         }
         ring.release();
         store_sums(d, to);
@@ -517,7 +536,7 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
             for (int i = 0; i < WARPS; ++i) v += from[i * a.tokens * 16];
             if (SHARED) v += shared_from[((begin + p.part) * a.tokens + p.token) * 16 + p.row];
         }
-        if (paired.add(v, begin, a.group, PARTS) && p.token < a.tokens && p.part == 0) *y = old + v;
+        if (paired.add(v, begin, a.group, PARTS) && p.token < a.tokens && p.part == 0) *y = a.adds ? old + v : v;
     }
     DEVICE void run() {
         const Place p = place();
@@ -525,7 +544,7 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
         for (int unit = blockIdx.x, turn = 0, other = 0; unit < UNITS; unit += gridDim.x, other ^= 1) {
             float *const y = a.y + i64(p.token) * H + unit * 16 + p.row;
             float *const shared_to = shared_parts + other * PARTS * a.tokens * 16;
-            const float old = p.token < a.tokens ? load(y) : 0.f;
+            const float old = p.token < a.tokens && a.adds ? load(y) : 0.f;
             int slot = SHARED;
             if constexpr (SHARED) multiply_shared(shared_to);
             for (int begin = 0; begin < PARTS; begin += a.group, turn ^= 1) {
