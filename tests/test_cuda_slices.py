@@ -1,4 +1,4 @@
-"""Products of decode steps whose columns several devices have parts of: the tree of their sums has the bits of one."""
+"""Decode products and mixtures that several devices have parts of: the tree of their sums has the bits of one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import test_cuda_experts
+import test_cuda_packed_experts
 import torch
 import torch.nn.functional as F
 from test_cuda_kernels import HEADS, error, in_slices, launch, normed, randn
@@ -16,11 +18,13 @@ from torch import Tensor
 from deltic.ops.cuda import quantized_product
 from deltic.ops.cuda.driver import Module
 from deltic.ops.cuda.kernel_config import ADD, PART, Multiply, Shapes, gdn_slice, heads_product, heads_stride
+from deltic.ops.cuda.moe import ALL_REAL, ExpertsShape, MoeOp, shape_of
 from deltic.ops.cuda.quantized import KINDS, TILE_COLUMNS, Tiles
+from deltic.ops.cuda.quantized_moe import QuantizedMoeOp
 from deltic.ops.cuda.quantized_product import PackedMultiply, product_of
 from deltic.ops.cuda.sliced_product import Split
-from deltic.ops.slices import PLAIN_UNIT, SLICES, column_slices, tree_sum
-from deltic.ops.types import GdnSpec
+from deltic.ops.slices import PLAIN_UNIT, SLICES, column_slices, slice_ends, tree_sum
+from deltic.ops.types import GdnSpec, MlpWeights, MoeWeights
 
 UNITS_APART = True
 __test__ = torch.cuda.is_available()
@@ -206,3 +210,81 @@ def test_products_of_tiles_of_heads(packed_products: Module) -> None:
                                      eps=1e-6)
         torch.cuda.synchronize()
         assert torch.equal(old + tree_sum(parts), whole), shards
+
+
+# Mixtures
+
+
+def device_of(weights: MoeWeights, shape: ExpertsShape, shards: int, rank: int) -> MoeWeights | None:
+    """What one of several devices has of a mixture; None if its columns of the shared expert are no whole units."""
+    each = SLICES // shards
+    experts = [0, *slice_ends(shape.count, 1)]
+    first, end = experts[rank * each], experts[(rank + 1) * each]
+    own = replace(weights, experts=tuple(weights.experts[first:end]), shards=shards, first=first)
+    if weights.shared is None:
+        return own
+    columns = [0, *slice_ends(shape.size, PLAIN_UNIT)]
+    begin, stop = columns[rank * each], columns[(rank + 1) * each]
+    if begin == stop or (stop - begin) % 8:
+        return None
+    gate_up, down = weights.shared.gate_up, weights.shared.down
+    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+    gate, up = gate_up.chunk(2)
+    part = MlpWeights(torch.cat((gate[begin:stop], up[begin:stop])), down[:, begin:stop].contiguous(), shards=shards)
+    return replace(own, shared=part)
+
+
+@pytest.mark.parametrize("shape", [test_cuda_experts.TRUE, ExpertsShape(128, 88, 60, 9, True, True),
+                                   ExpertsShape(64, 24, 20, 5, False, False)], ids=str)
+def test_mixtures(shape: ExpertsShape) -> None:
+    whole, device = test_cuda_experts.Mixture(shape), torch.device("cuda", torch.cuda.current_device())
+    for shards in SHARDS[1:]:
+        weights = [device_of(whole.weights, shape, shards, rank) for rank in range(shards)]
+        if None in weights:
+            continue
+        shapes = {found for own in weights if own and (found := shape_of(own))}
+        assert shapes == {replace(shape, shards=shards)}
+        module = Module(test_cuda_experts.source(replace(shape, shards=shards)), device)
+        ops = [(own, MoeOp(module, replace(shape, shards=shards), [own], BLOCKS)) for own in weights if own]
+        for tokens in (1, 2, 3, 5, 8, 9, 16):
+            residual, _, logits = whole.input(tokens)
+            parts = [torch.full_like(residual, float("nan")) for _ in ops]
+            for (own, op), part in zip(ops, parts, strict=True):
+                op.gemv_rows(own, residual, whole.scale, 1e-6, logits.contiguous(), ALL_REAL, part)
+            found = residual + tree_sum(parts)
+            assert torch.equal(found, whole.few(residual, logits)), f"{shards} devices, {tokens} tokens"
+
+
+@pytest.mark.parametrize("name", ["Q5_K", "Q6_K", "none shared, halves of two kinds"])
+def test_mixtures_of_tiles(name: str) -> None:
+    """The sum is the tree of its parts: of each all that is not its own is made zero."""
+    shape, device = test_cuda_packed_experts.SHAPES[name], torch.device("cuda", torch.cuda.current_device())
+    weights = test_cuda_packed_experts.weights_of(shape)
+    op = QuantizedMoeOp(Module(test_cuda_packed_experts.source(shape), device), shape, [weights], BLOCKS)
+    scale = randn(shape.hidden, seed=3) * 0.1 + 1
+    downs = [part.down for part in weights.parts]
+    saved = [down.data.clone() for down in downs if isinstance(down, Tiles)]
+    assert len(saved) == len(downs)
+    experts, tiles = ([0, *slice_ends(count, 1)] for count in (shape.count, shape.size // TILE_COLUMNS))
+    residual = randn(16, shape.hidden, seed=1)
+    logits = randn(16, shape.count + shape.shared, seed=2)
+
+    def mixture() -> Tensor:
+        y = torch.zeros_like(residual)
+        op.gemv_rows(weights, residual, scale, 1e-6, logits, ALL_REAL, y)
+        return y
+
+    whole, parts = mixture(), list[Tensor]()
+    for index in range(SLICES):
+        for number, (down, data) in enumerate(zip(downs, saved, strict=True)):
+            assert isinstance(down, Tiles)
+            own = data.view(len(data), -1, KINDS[down.type].nbytes)
+            keep = torch.zeros(own.shape[1], dtype=torch.bool, device=device)
+            if number < shape.count:
+                keep[:] = experts[index] <= number < experts[index + 1]
+            else:
+                keep[tiles[index]:tiles[index + 1]] = True
+            down.data.copy_((own * keep[:, None]).view_as(data))
+        parts.append(mixture())
+    assert bool(whole.isfinite().all()) and float(whole.norm()) > 0
+    assert torch.equal(tree_sum(parts), whole)
