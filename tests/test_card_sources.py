@@ -104,11 +104,11 @@ def test_split_products_compile(card: Card, tmp_path: Path, monkeypatch: pytest.
     products: list[Multiply | PackedMultiply] = []
     for columns, runs, slices in SPLIT:
         out, split = ADD if slices == 8 else PART, Split(slices, runs)
-        products += [Multiply(columns, False, out, unit, split=split, card=card) for unit in (8, 4)]
-        if columns % (256 * runs) == 0:
-            products += [PackedMultiply(columns, False, out, frozenset({kind}), 1, 2, split=split, card=card)
-                         for kind in ("Q4_K", "FP8")]
-    shapes = Shapes(tuple(products), None, None, frozenset({"Q4_K", "FP8"}), card=card)
+        products.append(Multiply(columns, False, out, 4 if slices == 4 else 8, split=split, card=card))
+        if columns in (2048, 6144, 17408):
+            products.append(PackedMultiply(columns, False, out, frozenset({"Q4_K"}), 1, 2, split=split, card=card))
+    experts = ExpertsShape(2048, 512, 256, 8, True, True, shards=2, card=card)
+    shapes = Shapes(tuple(products), None, None, frozenset({"Q4_K"}), experts=experts, card=card)
     check(shapes.source(), shapes)
 
 

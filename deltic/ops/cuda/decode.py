@@ -156,6 +156,8 @@ class DecodeStep:
         self.prefill = prefill.PrefillStep(self, shapes, self._device) if reads else None
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
+        if self._shapes.shards > 1 and (batch.count is None or batch.layout.tokens > MAX_GEMV_TOKENS):
+            return None  # products of cuBLAS are not summed over devices
         if batch.count is None:
             return self.prefill(batch) if self.prefill and self.prefill.serves(batch) else None
         tokens = batch.layout.tokens
