@@ -22,7 +22,7 @@ LINES = {
     "export": 3950,
     "loader": 5950,
     "model": 750,
-    "ops": 10450,
+    "ops": 10500,
     "runner": 3850,
     "server": 8150,
     "spec_decode": 1100,

@@ -76,8 +76,12 @@ class Multiply:
     def most(self) -> int:
         """Largest number of tokens: their input leaves room for sums and for weights on their way; 0 if none fits."""
         most = MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS
-        return max((tokens for tokens in range(1, most + 1)
-                    if self._fixed(tokens) + 2 * self._least_sums(tokens) <= self.card.product_bytes + 1024), default=0)
+        fit = self._fit(most)
+        return min(most, fit) if fit > PLAIN_MMA_TOKENS else min(most, PLAIN_MMA_TOKENS, self._fit(1))
+
+    def _fit(self, tokens: int) -> int:
+        """Returns the tokens that fit if the kernel is that of so many tokens."""
+        return self.card.product_bytes // (self.columns * 2 + 2 * self._least_sums(tokens) // tokens)
 
     @property
     def _sliced(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deltic.ops.cuda.layout import PLAIN_MMA_TOKENS, WARPS
-from deltic.ops.slices import PLAIN_UNIT, SLICES, slice_ends
+from deltic.ops.slices import PLAIN_UNIT, SLICES
 from deltic.ops.types import GdnSpec
 
 _GROUP = 32
@@ -53,7 +53,10 @@ class SliceShape:
     @property
     def range(self) -> int:
         """Columns of a slice in each run, at most."""
-        return slice_ends(self.columns // self.split.runs, PLAIN_UNIT, self.split.slices)[0]
+        units, count = self.columns // (self.split.runs * PLAIN_UNIT), self.split.slices
+        while count > 1:  # the first half is the longer one
+            units, count = (units + 1) // 2, count // 2
+        return units * PLAIN_UNIT
 
     @property
     def pieces(self) -> int:
