@@ -301,7 +301,7 @@ def test_small_tensors_are_copied_by_a_kernel(shape: tuple[int, ...], dtype: tor
     for each, other in zip(host, found, strict=True):
         assert other.is_cuda and other.dtype == dtype and torch.equal(each, other.cpu())
     assert len(_buffers(device)) <= 64
-    beside.synchronize()  # before its memory is given back
+    beside.synchronize()  # the stream must not write to freed memory
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")

@@ -250,12 +250,18 @@ class GdnSpec:
         """C: the convolution's channels, ordered query, key, value."""
         return 2 * self.keys + self.values
 
+    @property
+    def value_runs(self) -> int:
+        """Runs of value heads that belong to the key heads in order, so that a slice of key heads has a range of
+        each."""
+        return self.value_heads // self.key_heads if self.tiled else 1
+
 
 @dataclass(frozen=True, slots=True)
 class GdnWeights:
     """in_proj [C + values + 2 Hv, hidden]: rows q, k, v (the C convolved ones), z, b, a. conv [C, K].
     decay [Hv] float32: -exp(A_log). dt_bias [Hv] float32. norm [Dv] float32: plain scale. out_proj [hidden, values].
-    shards: devices over which the layer's heads are split; the weights are those of one device.
+    shards: number of devices that share the layer's heads; the weights belong to one device.
     """
 
     spec: GdnSpec
@@ -309,7 +315,7 @@ class AttentionWeights:
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
     """gate_up [2 F, hidden]: rows of gate, then up. down [hidden, F]. pool: the weights lie in host memory, and each
-    step copies them here. shards: devices over which F is split; the weights are those of one device."""
+    step copies them here. shards: number of devices that share F; the weights belong to one device."""
 
     gate_up: Weight
     down: Weight
@@ -340,8 +346,8 @@ class MoeWeights:
 
     router [E, hidden]; with `shared` [E + 1, hidden]: the last row is the shared expert's gate.
     normalised: the weights of a token's experts add up to 1.
-    shards: devices over which the experts are split, each of which has `len(experts)` of them, and all rows of the
-    router. first: the number of this device's first expert. A split shared expert has the same `shards`.
+    shards: number of devices that share the experts. Each device has `len(experts)` experts and all rows of the router.
+    first: the number of this device's first expert. A split shared expert has the same `shards`.
     """
 
     router: Weight

@@ -27,8 +27,8 @@ _CONTEXT = 16384
 """Context for which layers are offloaded if the options give none, in tokens."""
 _KEPT_STATES = 1
 """Least number of states for kept prefixes: without one each turn would compute its whole conversation again."""
-_MARGIN = 256 << 20
-"""Bytes that weights may take beyond their size: allocators round up."""
+_MARGIN = 512 << 20
+"""Bytes that weights may take beyond their size: allocators round up, and kernels are loaded."""
 
 PlanCache = Callable[[EngineConfig, CardMemory], MemoryPlan]
 """Plans the cache of a model on a GPU whose memory is divided so. Raises ConfigError if it holds nothing."""
@@ -166,7 +166,7 @@ def _placed(chosen: Sequence[int], layers: Sequence[int]) -> LayerPlan:
 def _note(config: ModelConfig, plan: LayerPlan, memory: MemoryPlan, instead: Sequence[str]) -> str:
     each = plan.nbytes / len(plan.layers) / (1 << 20)
     return (f"the feed-forwards of {len(plan.layers)} of {config.num_hidden_layers} layers lie in host memory, "
-            f"{plan.nbytes / (1 << 30):.2f} GiB (layers {_ranges(plan.layers)}): the GPU has no room for them beside "
+            f"{plan.nbytes / (1 << 30):.2f} GiB (layers {_ranges(plan.layers)}): the GPU has no room for them and for "
             f"contexts of up to {memory.max_context:,} tokens. Each costs a step of few tokens the time to read "
             f"{each:.0f} MiB of host memory" + (f"; instead: {', '.join(instead)}" if instead else ""))
 

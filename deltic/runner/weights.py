@@ -4,7 +4,7 @@ at load."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -19,11 +19,12 @@ from deltic.errors import ConfigError, ModelError
 from deltic.loader.gguf.load import is_quantized, packed_sizes, unserved_experts, wants_packing
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.model_files import ModelFiles
-from deltic.loader.names import expected_tensors, tensor_dtype
+from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, tensor_dtype
 from deltic.loader.quantize import FP8, STORED, quantize_tensors, quantize_tower, quantized_bytes
 from deltic.loader.safetensors import Progress
 from deltic.loader.vision import expected_tower
 from deltic.model.draft_vocabulary import Tokens, draftable
+from deltic.model.tensor_parallel import check_degree
 from deltic.model.vision_tower import build_tower
 from deltic.ops import Ops
 from deltic.ops.capabilities import verifies_drafts
@@ -87,6 +88,7 @@ class WeightReader:
         self._scheme = STORED if files and keeps_float8(files, options, dtype) else options.quant
         quantizes = self._scheme != "none"
         self._quantizes = quantizes and not (drafts and self.tiled)
+        check_degree(source.config, options.shards, self.tiled or quantizes, self.tiled)
         self._marks = self._mark_files() if files and (options.cache_dir or options.aot_dir) else []
         in_files = files if files and not files.weights else None
         check_experts(in_files, source.config, options, dtype, self.tiled or quantizes)
@@ -106,6 +108,17 @@ class WeightReader:
         if files is None or files.vision is None or self.drafts or not options.vision:
             return 0
         return 2 * sum(map(prod, expected_tower(files.vision.tower).values()))
+
+    def head_copies(self, head: Mapping[str, Weight] | None) -> int:
+        """Estimates the bytes of a draft head on a GPU besides its weights: copied rows of the matrix of the logits
+        and joined projections."""
+        if head is None:
+            return 0
+        sizes, base, size = self.sizes(), self.options.draft_vocab, self.source.config.vocab_size
+        copied = sizes.get(HEAD, sizes[EMBEDDING]) * 9 * base // (8 * size) if 9 * base < 8 * size else 0
+        joined = [tensor.nbytes for name, tensor in head.items()
+                  if isinstance(tensor, Tensor) and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]
+        return copied + sum(joined)
 
     def identity(self, head: bool) -> Identity:
         """Returns what the weights are made of. head: with a draft head."""

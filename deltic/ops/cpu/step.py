@@ -20,6 +20,7 @@ from deltic.ops.cpu.kernels import (
     moe_weights,
     native_weight,
     packed,
+    sliced_weight,
     slots,
     wide_states,
 )
@@ -59,7 +60,7 @@ from deltic.ops.types import (
 
 def step(pool: ThreadPool, ops: Ops, decoder: DecoderWeights, views: CacheViews
          ) -> Callable[[Batch], tuple[Tensor, Tensor | None]] | None:
-    if not _own(pool, ops) or not _fits(decoder, views):
+    if not _own(pool, ops) or not _fits(decoder, views) or _split(decoder):
         return None
     model, borrowed = _model(decoder, views)
     vocabulary, width, by_reference = len(decoder.embedding), model.hidden, byref(model)
@@ -82,7 +83,7 @@ def step(pool: ThreadPool, ops: Ops, decoder: DecoderWeights, views: CacheViews
 def mtp_step(pool: ThreadPool, ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) -> MtpStep | None:
     decoder = DecoderWeights(weights.embedding, (weights.layer,), weights.norm, weights.head, weights.rope, weights.eps)
     own = _own(pool, ops) and ops.store_kv == MethodType(kernels.store_kv, pool)
-    if not own or not _fits(decoder, views) or not packed(weights.fc):
+    if not own or not _fits(decoder, views) or _split(decoder) or not packed(weights.fc):
         return None
     model, borrowed = _model(decoder, views)
     head = MtpStruct(model, native_weight(weights.fc), native_weight(weights.kv), address(weights.norm_embedding),
@@ -140,13 +141,26 @@ def _own(pool: ThreadPool, ops: Ops) -> bool:
     return (ops.embed, ops.rope) == (TORCH.embed, TORCH.rope) and served == tuple(MethodType(op, pool) for op in own)
 
 
+def has_wide_activations(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> bool:
+    """True if the kernels would serve whole steps on one device. Activations between layers are float32 then, and must
+    be so on several devices."""
+    pool = getattr(ops.step, "__self__", None)
+    return isinstance(pool, ThreadPool) and _own(pool, ops) and _fits(decoder, views)
+
+
+def _split(decoder: DecoderWeights) -> bool:
+    return any(layer.mixer.shards > 1 for layer in decoder.layers)
+
+
 def left_to_others(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict[str, str]:
     """Returns the ops of this backend that others serve for a model, and why."""
     torch_serves = "torch (the weights are not packed)"
     left = {op: torch_serves for op, weights in _linear_layers(decoder).items() if not all(map(packed, weights))}
     if not wide_states(views.states):
         left |= dict.fromkeys(("gdn_mixer", "flush_delta_log"), "torch (the states are not float32)")
-    if ops.step(ops, decoder, views) is None:
+    if _split(decoder):
+        left |= dict.fromkeys(("step", "mtp_step"), "the ops one by one (the model is split)")
+    elif ops.step(ops, decoder, views) is None:
         left["step"] = "the ops one by one (not all of them are the kernels')"
     return left
 
@@ -190,7 +204,7 @@ def _fill(struct: ModelLayer, layer: DecoderLayer, views: CacheViews, borrowed: 
     if isinstance(layer.mlp, MoeWeights):
         struct.moe = pointer(moe_layer(layer.mlp))
     else:
-        struct.gate_up, struct.down = native_weight(layer.mlp.gate_up), native_weight(layer.mlp.down)
+        struct.gate_up, struct.down = native_weight(layer.mlp.gate_up), sliced_weight(layer.mlp.down, 1)
     if isinstance(mixer, GdnWeights):
         views.states[layer.store].check_order(mixer.spec)
         conv = mixer.conv.float().contiguous()

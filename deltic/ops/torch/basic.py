@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.ops.quantized import QTensor
+from deltic.ops.reference import pointwise
+from deltic.ops.slices import SLICES, expert_slices, slice_products, tree_sum
 from deltic.ops.types import Block, MlpWeights, MoeWeights, Rope, RopeSpec, Weight
+
+_PIECE: Final = 64
+"""Rows of a weight that are one product."""
 
 
 def pack(weight: Tensor, table: bool) -> Block:
@@ -27,11 +33,49 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     if isinstance(weight, tuple):
         return torch.cat([linear(x, block) for block in weight], dim=-1)
     if isinstance(weight, QTensor):
-        return F.linear(x, weight.dequantize().to(x.dtype))
+        return linear(x, weight.dequantize().to(x.dtype))
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
         return product
+    if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64):
+        return _in_pieces(x, weight)
     return F.linear(x, weight)
+
+
+def _in_pieces(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x weightᵀ as several products of one size. A row of a larger one would depend on the number of rows,
+    which shards split; so would the only product of a batch."""
+    rows = len(weight)
+    whole = rows - rows % _PIECE
+    if whole < 2 * _PIECE:
+        return _in_pieces(x, F.pad(weight, (0, 0, 0, 2 * _PIECE - rows)))[:, :rows].contiguous()
+    pieces = x @ weight[:whole].unflatten(0, (-1, _PIECE)).transpose(1, 2)
+    product = pieces.transpose(0, 1).flatten(1)
+    return product if whole == rows else torch.cat((product, _in_pieces(x, weight[whole:])), 1)
+
+
+def matmul(one: Tensor, other: Tensor) -> Tensor:
+    """Returns the products of two batches of matrices [B, ..., rows, columns]. On a CPU there are two at least: the
+    library multiplies a single pair of matrices in another order."""
+    if one.device.type != "cpu" or one.shape[:-2].numel() > 1:
+        return one @ other
+    return (torch.cat((one, one)) @ torch.cat((other, other)))[:1]
+
+
+def row_parallel(x: Tensor, weight: Weight, shards: int = 1, runs: int = 1) -> Tensor:
+    """x [T, in], weight [out, in] -> x weightᵀ [T, out], in the order of `ops.slices` on a CPU: in x's dtype, or of
+    one of several shards in float32."""
+    if shards == 1 and x.device.type != "cpu":
+        return linear(x, weight)  # torch serves no split models there
+    total = tree_sum(slice_products(_slice, x, weight, shards, runs))
+    return total.to(x.dtype) if shards == 1 else total
+
+
+def _slice(x: Tensor, weight: Block) -> Tensor:
+    """Returns the product of one slice in float32."""
+    assert isinstance(weight, Tensor)
+    product = F.linear(x, weight.to(x.dtype))
+    return product if x.dtype == torch.float64 else product.float()
 
 
 def embed(ids: Tensor, weight: Block, dtype: torch.dtype) -> Tensor:
@@ -51,26 +95,49 @@ def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float)
 
 
 def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
+    return row_parallel(_gated(x, weights), weights.down, weights.shards)
+
+
+def _gated(x: Tensor, weights: MlpWeights) -> Tensor:
     gate, up = linear(x, weights.gate_up).chunk(2, dim=-1)
-    return linear(F.silu(gate).mul_(up), weights.down)
+    return pointwise(F.silu, gate).mul_(up)
 
 
 def moe(x: Tensor, weights: MoeWeights) -> Tensor:
     """Runs each expert once, on all tokens that pass it."""
     assert isinstance(weights.experts, tuple)
-    logits, count, most = head(x, weights.router), len(weights.experts), weights.per_token
+    logits, most = head(x, weights.router), weights.per_token
+    count = logits.shape[1] - (weights.shared is not None)
     probabilities, order = torch.softmax(logits[:, :count], dim=-1).sort(dim=-1, descending=True, stable=True)
     shares, chosen = probabilities[:, :most], order[:, :most]
     if weights.normalised:
         shares = shares / shares.sum(-1, keepdim=True)
-    passed = x.new_empty(len(x), most, x.shape[1])
+    chosen = chosen - weights.first
+    passed = x.new_zeros(len(x), most, x.shape[1])
     for expert in chosen.unique().tolist():
-        token, place = (chosen == expert).nonzero(as_tuple=True)
-        passed[token, place] = mlp(x[token], weights.experts[expert])
-    total = (passed * shares[..., None]).sum(1)
+        if 0 <= expert < len(weights.experts):
+            token, place = (chosen == expert).nonzero(as_tuple=True)
+            passed[token, place] = linear(_gated(x[token], weights.experts[expert]), weights.experts[expert].down)
+    parts = _sum_slices(passed, shares, chosen, weights)
     if weights.shared is not None:
-        total = total + torch.sigmoid(logits[:, count:]) * mlp(x, weights.shared)
-    return total.to(x.dtype)
+        gate = torch.sigmoid(logits[:, count:])
+        products = slice_products(_slice, _gated(x, weights.shared), weights.shared.down, weights.shards)
+        parts = [part + gate * product for part, product in zip(parts, products, strict=True)]
+    total = tree_sum(parts)
+    return total.to(x.dtype) if weights.shards == 1 else total
+
+
+def _sum_slices(passed: Tensor, shares: Tensor, chosen: Tensor, weights: MoeWeights) -> list[Tensor]:
+    """Returns the sum over the experts of each slice, best first. passed [T, K, H]: outputs of the experts; those of
+    other shards are 0."""
+    count = len(weights.experts)
+    slices = torch.tensor([*expert_slices(count, weights.shards), 0], device=chosen.device)
+    slices = slices[torch.where((chosen >= 0) & (chosen < count), chosen, count)]
+    sums = passed.new_zeros(SLICES // weights.shards, *passed[:, 0].shape, dtype=shares.dtype)
+    tokens = torch.arange(len(passed), device=chosen.device)
+    for place in range(passed.shape[1]):
+        sums[slices[:, place], tokens] += shares[:, place, None] * passed[:, place]
+    return list(sums)
 
 
 def head(x: Tensor, weight: Weight) -> Tensor:
@@ -95,8 +162,8 @@ def rope(positions: Tensor, spec: RopeSpec) -> Rope:
             # a slice: a list of indices would be a copy from the host, which a CUDA graph cannot hold
             taken = slice(axis, min(3 * spec.sections[axis], half), 3)
             angles[:, taken] = positions[axis].float()[:, None] * turns[taken]
-    angles = torch.cat((angles, angles), dim=-1)
-    return Rope(angles.cos(), angles.sin())
+    angles = torch.cat((angles, angles), dim=-1).double()  # float32 cosines differ between libraries
+    return Rope(angles.cos().float(), angles.sin().float())
 
 
 def put(pool: Tensor, index: Tensor, values: Tensor) -> None:
