@@ -34,6 +34,7 @@ CACHES = {
     "deltic/ops/kv.py _signs": "a constant that is never written to",
     "deltic/ops/reference.py hadamard": "a constant that is never written to",
     "deltic/ops/cpu/library.py load": "the library is loaded once; it has no state of its own",
+    "deltic/ops/cuda/driver.py _capture_stream": "a stream of torch's, which lives as long as the process",
     "deltic/ops/cuda/driver.py _driver": "a library without a state that we know of",
     "deltic/ops/cuda/driver.py _launcher": "the same library",
     "deltic/ops/cuda/driver.py _nvrtc": "a library without a state that we know of",

@@ -82,8 +82,9 @@ DeltaScanArgs = _struct(
     "tiles terms gates state core starts done source target firsts emit_row emit_length emit_slot", "",
     "key_heads value_heads tiled row emits")
 ExpertsGateArgs = _struct(
-    "ExpertsGateArgs", "x scale logits weights wanted y count starts", "eps", "tokens first group slots")
-ExpertsDownArgs = _struct("ExpertsDownArgs", "x logits weights y count starts", "", "tokens first slots")
+    "ExpertsGateArgs", "x scale logits weights wanted y count starts", "eps", "tokens first group slots shared")
+ExpertsDownArgs = _struct(
+    "ExpertsDownArgs", "x logits weights y count starts", "", "tokens first slots group shared part adds")
 AskHostArgs = _struct(
     "AskHostArgs",
     "x scale logits weights count starts state request answer counts experts shares factors input", "eps",
@@ -108,6 +109,10 @@ GroupedArgs = _struct_of("GroupedArgs", [
     *fields("weights tiles total rows weight y counts"), ("experts", c_longlong),
     ("ahead", c_longlong)])
 CombineArgs = _struct("CombineArgs", "x y count starts", "", "tokens hidden each")
+AllReduceArgs = _struct_of("AllReduceArgs", [
+    *fields("x y state report"), ("boxes", c_void_p * 8),
+    ("limit", c_longlong),
+    *fields("", "", "cells room rank")])
 TurnArgs = _struct_of("TurnArgs", [
     *fields("qkv cos sin"), ("count", c_longlong),
     ("heads", c_int)])

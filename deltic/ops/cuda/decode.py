@@ -32,6 +32,7 @@ from deltic.ops.cuda.kernel_config import (
     heads_stride,
     passes_whole,
     shapes_of,
+    summed,
     unit_of,
 )
 from deltic.ops.cuda.layer_offload import LayerStore, LayerStream, used
@@ -40,6 +41,7 @@ from deltic.ops.cuda.moe import ALL_REAL, RealTokens
 from deltic.ops.cuda.quantized_moe import experts_of
 from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sample import why_not as why_not_draw
+from deltic.ops.cuda.sliced_product import WHOLE, Split, split_of
 from deltic.ops.cuda.state_delta_log import NewDeltas, StateDeltaLog, gdn_arguments
 from deltic.ops.reference import frequency_axis
 from deltic.ops.torch import OPS as TORCH
@@ -134,9 +136,12 @@ class _DecodeBuffers:
 class DecodeStep:
     """Computes the logits of a batch; None for a batch that is neither a bucket of decode rows nor a prefill."""
 
-    def __init__(self, decoder: DecoderWeights, views: CacheViews, shapes: Shapes, reads: bool = True) -> None:
-        """reads: serve prefill steps too."""
+    def __init__(self, decoder: DecoderWeights, views: CacheViews, shapes: Shapes, reads: bool = True,
+                 add_parts: Callable[[Tensor, Tensor], None] | None = None) -> None:
+        """reads: serve prefill steps too. add_parts(part [T, H], residual [T, H]): adds the sum of all devices' parts
+        to the residual (`AllReduce.add`), if layers are split over devices."""
         self.decoder, self.views, self._shapes = decoder, views, shapes
+        self._add_parts = add_parts
         self._device, self.hidden = decoder.norm.device, decoder.embedding.shape[1]
         self._module = load_module(shapes.source(), self._device)
         self.blocks = blocks_of(self._device)
@@ -152,6 +157,8 @@ class DecodeStep:
         self.prefill = prefill.PrefillStep(self, shapes, self._device) if reads else None
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
+        if self._shapes.shards > 1 and (batch.count is None or batch.layout.tokens > MAX_GEMV_TOKENS):
+            return None  # products of cuBLAS are not summed over devices
         if batch.count is None:
             return self.prefill(batch) if self.prefill and self.prefill.serves(batch) else None
         tokens = batch.layout.tokens
@@ -188,7 +195,7 @@ class DecodeStep:
             residual=empty(tokens, self.hidden) if residual is None else residual,
             turns=empty(tokens, self.decoder.rope.rotary_dim),
             y=empty(tokens, max(gdn.values if gdn else 1, heads * size), dtype=torch.bfloat16),
-            core=empty(min(tokens, MAX_SPLIT_HEAD_TOKENS), heads_stride(gdn) if gdn else 1),
+            core=empty(min(tokens, MAX_SPLIT_HEAD_TOKENS), heads_stride(gdn, self._shapes.shards) if gdn else 1),
             mixed=empty(tokens, heads, parts, size),
             mass=empty(tokens, heads, parts, 2),
             over_log=over_log,
@@ -244,7 +251,7 @@ class DecodeStep:
             else:
                 with used(stream, layer.dense):
                     self.multiply(layer.dense.gate_up, residual, layer.post_norm, gated, GATE)
-                    self.multiply(layer.dense.down, gated, None, residual, ADD)
+                    self._add_product(layer.dense.down, gated, residual, layer.dense.shards)
         self.multiply(decoder.head, residual, decoder.norm, logits, STORE)
         return logits
 
@@ -267,7 +274,9 @@ class DecodeStep:
         assert self._experts
         logits = residual.new_empty(len(residual), _rows(weights.router))
         self.multiply(weights.router, residual, norm, logits, STORE)
-        self._experts.gemv_rows(weights, residual, norm, self.decoder.eps, logits, real)
+        part = None if weights.shards == 1 else torch.empty_like(residual)
+        self._experts.gemv_rows(weights, residual, norm, self.decoder.eps, logits, real, part)
+        self._exchange(residual if part is None else part, residual)
 
     def end(self, buffers: _DecodeBuffers) -> None:
         if buffers.new_deltas and self.delta_log:
@@ -275,29 +284,47 @@ class DecodeStep:
 
     def _project_out(self, layer: DecoderLayer, buffers: _DecodeBuffers) -> None:
         """Adds the output projection of the mixer to the residual."""
-        mixer, weight = layer.mixer, _out_proj(layer)
-        if not isinstance(mixer, GdnWeights) or not self.splits_heads(mixer.spec, buffers):
-            return self.multiply(weight, buffers.y, None, buffers.residual, ADD)
+        mixer, weight, residual, shards = layer.mixer, _out_proj(layer), buffers.residual, layer.mixer.shards
+        if not isinstance(mixer, GdnWeights):
+            return self._add_product(weight, buffers.y, residual, shards)
+        if not self.splits_heads(mixer.spec, buffers):
+            return self._add_product(weight, buffers.y, residual, shards, mixer.spec)
         spec, parts = mixer.spec, self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:
-            product = quantized_product.product_of(parts, False, ADD, self.blocks, spec.value_dim,
-                                                   gdn_slice(spec, "few"))
+            product = quantized_product.product_of(parts, False, summed(shards), self.blocks, spec.value_dim,
+                                                   gdn_slice(spec, "few", shards), split_of(shards, spec))
         else:
-            product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks), self._shapes.card)
-        self._launch(product, weight, len(buffers.residual), x=buffers.core, scale=None, y=buffers.residual,
-                     eps=spec.eps)
+            product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks), self._shapes.card, shards)
+        y = residual if shards == 1 else torch.empty_like(residual)
+        self._launch(product, weight, len(residual), x=buffers.core, scale=None, y=y, eps=spec.eps)
+        self._exchange(y, residual)
 
-    def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int) -> None:
-        """Multiplies few tokens x [T, columns] with a weight. scale: of the norm before it, if any. out: STORE, ADD or
-        GATE, to y."""
+    def _add_product(self, weight: object, x: Tensor, residual: Tensor, shards: int,
+                     spec: GdnSpec | None = None) -> None:
+        """Adds the product of few tokens with a weight whose columns `shards` devices have parts of to the residual.
+        spec: as in `split_of`."""
+        y = residual if shards == 1 else torch.empty_like(residual)
+        self.multiply(weight, x, None, y, summed(shards), split_of(shards, spec))
+        self._exchange(y, residual)
+
+    def _exchange(self, part: Tensor, residual: Tensor) -> None:
+        """Adds the parts of all devices to the residual, unless it is where this device's product was added already."""
+        if part is not residual:
+            assert self._add_parts, "layers are split over devices that nothing connects"
+            self._add_parts(part, residual)
+
+    def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int,
+                 split: Split = WHOLE) -> None:
+        """Multiplies few tokens x [T, columns] with a weight. scale: of the norm before it, if any. out: STORE, ADD,
+        GATE or PART, to y. split: of the columns, with ADD and PART."""
         parts = self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:
-            product = quantized_product.product_of(parts, scale is not None, out, self.blocks)
+            product = quantized_product.product_of(parts, scale is not None, out, self.blocks, split=split)
         else:
             unit = unit_of(_rows(weight), out, self.blocks)
-            product = Multiply(_columns(weight), scale is not None, out, unit, card=self._shapes.card)
+            product = Multiply(_columns(weight), scale is not None, out, unit, split=split, card=self._shapes.card)
         tokens, launches = len(x), -(-len(x) // product.most)
         if launches > 1:
             x = _compact(x, tokens, _columns(weight))
@@ -336,7 +363,8 @@ class DecodeStep:
 
     def _gdn(self, layer: DecoderLayer, mixer: GdnWeights, buffers: _DecodeBuffers, proj: Tensor, stride: int) -> None:
         batch, spec, state = buffers.batch, mixer.spec, self.views.states[layer.store]
-        slices, heads = spec.value_dim // gdn_slice(spec, buffers.kind), spec.value_heads * batch.layout.rows
+        slices = spec.value_dim // gdn_slice(spec, buffers.kind, mixer.shards)
+        heads = spec.value_heads * batch.layout.rows
         splits, kind = self.splits_heads(spec, buffers), buffers.kind
         if splits:
             # kernels with one block for each multiprocessor leave the next one the same room everywhere
@@ -357,7 +385,7 @@ class DecodeStep:
         tokens = len(buffers.residual)
         if buffers.over_log or buffers.kind != "few" or tokens > MAX_SPLIT_HEAD_TOKENS:
             return False
-        slices = spec.value_heads * spec.value_dim // gdn_slice(spec, "few")
+        slices = spec.values // gdn_slice(spec, "few", self._shapes.shards)
         return slices * tokens <= 2 * self.blocks
 
     def _attend(

@@ -1,7 +1,36 @@
 
 // The input of a product of up to 16 tokens, in shared memory.
-enum { kStore, kAdd, kGate };  // what becomes of a product's sums
+enum { kStore, kAdd, kGate, kPart };  // what becomes of a product's sums; kPart: of one device's, which others are added to
 enum { kPlain, kFixed, kBoth, kPaired };  // as what an input is kept
+
+// Where slice `index` of `count` ends, in units (`slice_ends`).
+DEVICE constexpr int slice_end(int units, int count, int index) {
+    int begin = 0;
+    for (; count > 1; count /= 2) {
+        const int first = (units + 1) / 2;
+        if (index < count / 2) units = first;
+        else begin += first, units -= first, index -= count / 2;
+    }
+    return begin + units;
+}
+// A sum of slices in pairs by neighbouring lanes, some of the slices after the others.
+struct PairedSum {
+    float kept[3];  // sums of 1, 2 and 4 times as many slices as come at once, which wait for those they are paired with
+    // v: of a lane's slice; `slices` come at once, a power of two, from `begin` on of `all`. After the last ones it is true,
+    // and v of the first of these lanes the sum.
+    DEVICE bool add(float &v, int begin, int slices, int all) {
+        for (int apart = 1; apart < slices; apart *= 2) v += __shfl_xor_sync(~0u, v, apart);
+        const int turn = begin / slices;
+        bool pairs = slices < all;
+#pragma unroll
+        for (int level = 0; level < 3; ++level) {
+            if (pairs && turn >> level & 1) v = kept[level] + v;
+            else if (pairs) kept[level] = v, pairs = false;
+        }
+        return begin + slices >= all;
+    }
+};
+DEVICE constexpr int slice_begin(int units, int count, int index) { return index ? slice_end(units, count, index - 1) : 0; }
 
 // What is kept of 64 columns of a tile as whole numbers: those of its groups of 32 columns j and j + 4. Each is 256 times
 // a number of eight bits and another one: of both groups first the former, then the latter, 32 bytes each; then, as float, the
