@@ -15,6 +15,7 @@ import io
 import random
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 from common import record
@@ -40,18 +41,20 @@ def main() -> None:
     runtime = load(args.file or RandomModel(args.model, head=True), config)
     runtime.warm_up()
     engine, failed, began = Engine(runtime), list[str](), time.perf_counter()
-    peak = tokens = 0
-    for request in _turns(args.turns, runtime.memory.max_context, runtime.config.vocab_size):
-        engine.add(request)
-        while len(engine.scheduler.running) + len(engine.scheduler.waiting) >= AT_ONCE:
-            tokens += _step(engine, failed)
-            peak = max(peak, free - torch.cuda.mem_get_info()[0])
+    peak = tokens = turns = 0
+    with suppress(KeyboardInterrupt):  # ends the turns
+        for request in _turns(args.turns, runtime.memory.max_context, runtime.config.vocab_size):
+            engine.add(request)
+            turns += 1
+            while len(engine.scheduler.running) + len(engine.scheduler.waiting) >= AT_ONCE:
+                tokens += _step(engine, failed)
+                peak = max(peak, free - torch.cuda.mem_get_info()[0])
     while engine.has_work:
         tokens += _step(engine, failed)
     engine.check()
     limit, seconds = parse_bytes(args.gpu_memory), time.perf_counter() - began
     record("gpu_memory", {
-        "model": runtime.name, "quant": args.quant, "kv_dtype": args.kv_dtype, "turns": args.turns, "failed": failed,
+        "model": runtime.name, "quant": args.quant, "kv_dtype": args.kv_dtype, "turns": turns, "failed": failed,
         "plan": [*runtime.memory.notes, *runtime.memory.warnings], "limit_mib": limit >> 20, "peak_mib": peak >> 20,
         "fits": peak <= limit, "reserved_mib": torch.cuda.max_memory_reserved() >> 20, "generated": tokens,
         "preemptions": engine.scheduler.preemptions, "seconds": round(seconds, 1), **_layers(runtime),

@@ -20,7 +20,7 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.errors import ConfigError
-from deltic.params import PAGE, EngineRequest
+from deltic.params import PAGE, EngineRequest, TokenEvent
 from deltic.runner.model_runner import ModelRunner
 
 if not torch.cuda.is_available():
@@ -211,25 +211,28 @@ def test_one_long_text_takes_the_memory_of_many_sequences(runtime: ModelRunner) 
     assert drain(alone)["long", 0].tokens == found.tokens and len(found.tokens) == 30
 
 
-def test_units_are_found_where_numbers_pass_32_bits() -> None:
-    """In frames, the numbers of units run as if each tensor filled the whole block."""
+@pytest.mark.parametrize("invariant", [False, True])
+def test_units_are_found_where_numbers_pass_32_bits(invariant: bool) -> None:
+    """In frames, the numbers of units run as if each tensor filled the whole block. Prompts in steps of other sizes
+    round differently, unless decode steps read them."""
     large = load(RandomModel("qwen3.5-4b", 8, initializer_range=0.05), EngineConfig(
-        device="cuda", dtype="bfloat16", memory="24GiB", max_batch=32, max_context=100_000, speculate="off",
-        token_budget=256))
+        device="cuda", dtype="bfloat16", memory="24GiB", max_batch=16, max_context=100_000, speculate="off",
+        token_budget=256, batch_invariant=invariant))
     large = replace(large, cache=HybridCache(large.pools, reuse=False))
     assert large.memory.layout and large.pools.keys[0].numel() > 1 << 32
     assert large.pools.recurrent[0].numel() > 1 << 31
     units = large.cache.accounts.units
     held = [units.take_slot()[0] for _ in range(3 * large.cache.slots.size // 4)]  # the engine gets the others
-    engine, asked = Engine(large), mixed(24, large.config.vocab_size)
+    engine, asked = Engine(large), [replace(each, output=replace(each.output, logprobs=1))
+                                    for each in mixed(24, large.config.vocab_size)]
     for request in asked:
         engine.add(request)
-    found, most = dict[tuple[str, int], list[int]](), 0
+    found, most = dict[tuple[str, int], list[TokenEvent]](), 0
     while engine.has_work:
         most = max([most, *(sequence.cache.slot for sequence in engine.scheduler.running if sequence.cache)])
         for event in engine.step():
             if event.token is not None:
-                found.setdefault((event.request, event.choice), []).append(event.token)
+                found.setdefault((event.request, event.choice), []).append(event)
     assert most * large.pools.recurrent[0, 0].numel() > 1 << 31, "slots are lower"
     large.cache.slots.release(held)
     engine.check()
@@ -243,8 +246,14 @@ def test_units_are_found_where_numbers_pass_32_bits() -> None:
     for tensor in large.pools.page_tensors:
         assert [float(tensor[:, page].unique()) for page in new] == [float(page - last) for page in old]
     large.cache.clear()
-    wanted = Engine(runtime_of(large, batch=32, slots=80, pages=3000, budget=256, context=1024, reuse=False))
+    wanted = Engine(runtime_of(large, batch=16, slots=80, pages=3000, budget=256, context=1024, reuse=False))
     for request in asked:
         wanted.add(request)
     answers = drain(wanted, limit=6000)
-    assert {key: answer.tokens for key, answer in answers.items()} == found
+    if invariant:
+        assert {key: answer.tokens for key, answer in answers.items()} == {
+            key: [event.token for event in events] for key, events in found.items()}
+    firsts = [(answer.events[0], found[key][0]) for key, answer in answers.items()]
+    same = [(one.logprobs, other.logprobs) for one, other in firsts if one.token == other.token]
+    assert len(same) > 0.9 * len(firsts)
+    assert all(one and other and abs(one.token - other.token) < 0.15 for one, other in same)

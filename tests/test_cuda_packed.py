@@ -25,6 +25,7 @@ from deltic.loader.dummy import random_weights
 from deltic.loader.gguf.convert import convert
 from deltic.loader.model_files import ModelFiles
 from deltic.loader.quantize import FP8, quantize_tensors
+from deltic.ops.cuda import quantized_product
 from deltic.ops.cuda.arguments import EnterArgs
 from deltic.ops.cuda.card import default_card
 from deltic.ops.cuda.decode import DecodeStep
@@ -149,7 +150,13 @@ def test_products(products: Module, kind: str, columns: int, rows: int) -> None:
         for token in range(tokens):
             multiply(products, parts, x[token:token + 1], None, alone[token:token + 1], ADD)
         assert torch.equal(y, alone), tokens
-    assert torch.equal(unpack(products, parts), weight.float().bfloat16())
+    whole = weight.float().bfloat16()
+    assert torch.equal(unpack(products, parts), whole)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantized_product, "_PIECE_WEIGHTS", 3000 * columns)
+        scratch = quantized_product.scratch_for([parts])
+        pieces = [unpack(products, piece, scratch).clone() for _, piece in quantized_product.pieces_of(parts)]
+    assert torch.equal(torch.cat(pieces), whole)
 
 
 @pytest.mark.parametrize("kinds", [MIXED, PLAIN, BOTH], ids=["whole numbers", "plain", "both"])

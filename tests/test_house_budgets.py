@@ -22,14 +22,14 @@ LINES = {
     "export": 3950,
     "loader": 5950,
     "model": 750,
-    "ops": 10050,
+    "ops": 10140,
     "runner": 3850,
     "server": 8150,
     "spec_decode": 1100,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 248
+FILES_AT_MOST = 249
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

@@ -32,7 +32,7 @@ from deltic.loader.quantize import quantize_tensors
 from deltic.model.decoder import Decoder, build, feed_forward
 from deltic.ops import reference, select
 from deltic.ops.cpu import missing
-from deltic.ops.cuda import kernel_config
+from deltic.ops.cuda import kernel_config, quantized, quantized_product
 from deltic.ops.cuda.card import default_card
 from deltic.ops.cuda.decode import DecodeStep, _offloaded_layers
 from deltic.ops.cuda.driver import Module
@@ -83,8 +83,8 @@ def test_smaller_cards_move_more_layers_and_keep_the_promise(options: dict[str, 
 def test_the_note_names_the_trade() -> None:
     _, note = note_of("16GiB", max_context=1 << 16)
     count = layers_of(note)
-    assert re.search(rf"feed-forwards of {count} of 64 layers lie in host memory, 7\.\d\d GiB \(layers 1-3, 5-", note)
-    assert "contexts of up to 65,536 tokens" in note and "to read 158 MiB of host memory" in note
+    assert re.search(rf"feed-forwards of {count} of 64 layers lie in host memory, 8\.\d\d GiB \(layers 1-4, 6-", note)
+    assert "contexts of up to 65,536 tokens" in note and "to read 157 MiB of host memory" in note
     shorter, fp8 = (re.search(rf"(\d+) layers with `{name}", note) for name in (
         "max_context=32768`", "kv_dtype='fp8'` for 65,536 tokens"))
     assert shorter and fp8 and 0 < int(shorter[1]) < count and int(fp8[1]) < count
@@ -124,7 +124,7 @@ def test_a_card_of_its_own_size(card: None, monkeypatch: pytest.MonkeyPatch) -> 
     config = ModelConfig.preset("qwen3.5-9b")
     free = planned(config, EngineConfig(device="cuda", max_context=4096))
     small = planned(config, EngineConfig(device="cuda", memory="1GiB", max_context=4096))
-    large = planned(config, EngineConfig(device="cuda", memory="3GiB", max_context=4096))
+    large = planned(config, EngineConfig(device="cuda", memory="2600MiB", max_context=4096))
     assert 0 < len(small.layers) < len(large.layers) < 32 and free.layers
     assert not planned(config, EngineConfig(device="cuda", speculate="draft:tiny")).layers
     huge = replace(config, vocab_size=1 << 20)
@@ -173,6 +173,22 @@ def test_sizes_are_those_of_the_tiles() -> None:
     assert sizes.keys() == plain.keys() and sum(sizes.values()) < 0.45 * sum(plain.values())
 
 
+def test_weights_are_dequantized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few rows each, which together are the weight."""
+    monkeypatch.setattr(quantized_product, "_PIECE_WEIGHTS", 40 * 512)
+    form, raw = tiles_form("cpu"), torch.randint(0, 120, (100 * 2 * 144,), dtype=torch.uint8)
+    parts = tuple(form.pack("Q4_K", 0, rows, 512, 288, lambda start, count: raw[start:start + count])
+                  for rows in (100, 16, 32))
+    assert all(isinstance(part, Tiles) for part in parts)
+    for given in (parts, parts[1:2]):
+        pieces = [*quantized_product.pieces_of(cast("tuple[Tiles, ...]", given))]
+        assert all(rows == sum(part.rows for part in own) <= 40 for rows, own in pieces)
+        found = [part.dequantize() for _, own in pieces for part in own]
+        assert torch.equal(torch.cat(found), torch.cat([part.dequantize() for part in given]))
+    scratch = quantized_product.scratch_for([cast("tuple[Tiles, ...]", parts)])
+    assert scratch is not None and scratch.numel() == 40 * 512 and quantized_product.scratch_for([]) is None
+
+
 # Where they lie
 
 
@@ -214,8 +230,9 @@ def blocks_of(weights: MlpWeights) -> list[Tensor]:
 
 @needs_library
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_step_copies_each_layer_to_its_place(scheme: str) -> None:
-    """To the bit: the kernels then multiply with the same weights."""
+def test_a_step_copies_each_layer_to_its_place(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit: the kernels then multiply with the same weights. Matrices are packed in several pieces."""
+    monkeypatch.setattr(quantized, "WEIGHTS_PER_PIECE", 1 << 16)
     offload, model, whole = offloaded(scheme)
     stream = offload.store.stream(few=False)
     for index, (own, other) in enumerate(zip(model.weights.layers, whole.weights.layers, strict=True)):

@@ -185,7 +185,8 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         head_weights = reader.read_head()
         plan = _cache_planner(config, options, dtype, bool(head_weights), use)
         beside = LayerPlan() if use.drafts or use.vectors or not options.on_gpu else plan_layers(
-            config, options, dtype, reader.sizes(), reader.tower_bytes(), lambda given, card: plan(given, card)[0])
+            config, options, dtype, reader.sizes(), reader.tower_bytes() + reader.head_copies(head_weights),
+            lambda given, card: plan(given, card)[0])
         weights, store = reader.read(beside)
         times.done("weights")
         # layers

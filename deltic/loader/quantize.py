@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, Final
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from deltic.config import ModelConfig, available_cores
@@ -59,6 +60,8 @@ def quantize_tensors(tensors: Iterator[tuple[str, Tensor | Float8]], scheme: str
                 result[name] = _packed(
                     tensor.shape, type, kept.of(name), _quantizing_reader(name, tensor.flatten(0, -2), type, pool))
             del item, tensor  # frees the tensor before the next one is loaded
+            if kept.device.type == "cuda":  # otherwise smaller matrices would stay in parts of its memory
+                torch.cuda.empty_cache()
     return {name: result[name] for name in expected_tensors(config) if name in result} | result
 
 

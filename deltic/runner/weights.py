@@ -4,7 +4,7 @@ at load."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -19,7 +19,7 @@ from deltic.errors import ConfigError, ModelError
 from deltic.loader.gguf.load import is_quantized, packed_sizes, unserved_experts, wants_packing
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.model_files import ModelFiles
-from deltic.loader.names import expected_tensors, tensor_dtype
+from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, tensor_dtype
 from deltic.loader.quantize import FP8, STORED, quantize_tensors, quantize_tower, quantized_bytes
 from deltic.loader.safetensors import Progress
 from deltic.loader.vision import expected_tower
@@ -106,6 +106,17 @@ class WeightReader:
         if files is None or files.vision is None or self.drafts or not options.vision:
             return 0
         return 2 * sum(map(prod, expected_tower(files.vision.tower).values()))
+
+    def head_copies(self, head: Mapping[str, Weight] | None) -> int:
+        """Returns the bytes that a draft head takes on a GPU besides its weights, about: a copy of the rows of the
+        logits that it drafts, and its joined projections."""
+        if head is None:
+            return 0
+        sizes, base, size = self.sizes(), self.options.draft_vocab, self.source.config.vocab_size
+        copied = sizes.get(HEAD, sizes[EMBEDDING]) * 9 * base // (8 * size) if 9 * base < 8 * size else 0
+        joined = [tensor.nbytes for name, tensor in head.items()
+                  if isinstance(tensor, Tensor) and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]
+        return copied + sum(joined)
 
     def identity(self, head: bool) -> Identity:
         """Returns what the weights are made of. head: with a draft head."""

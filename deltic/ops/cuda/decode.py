@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -411,23 +412,35 @@ class DecodeStep:
             self._module.launch("k_gate", (-(-width // 2048), tokens), 256, args.GateArgs(x=both, y=gated, width=width))
             return self.linear(gated, layer.dense.down)
 
-    def linear(self, x: Tensor, weight: object) -> Tensor:
-        """Multiplies with cuBLAS; a quantized weight is dequantized for the call."""
-        return F.linear(x, self.plain(weight))
-
-    def plain(self, weight: object) -> Tensor:
-        """Returns a weight [rows, columns] as bf16; of a quantized one a copy."""
+    def linear(self, x: Tensor, weight: object, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Multiplies x [T, columns] bf16 with cuBLAS. A quantized weight is dequantized for the call, piece by piece.
+        Returns [T, rows] in `dtype`."""
         parts = self._shapes.parts.get(id(weight))
-        if parts:
-            return quantized_product.unpack(self._module, parts)
-        assert isinstance(weight, Tensor)
-        return weight
+        if not parts:
+            assert isinstance(weight, Tensor)
+            return F.linear(x, weight) if dtype == x.dtype else torch.mm(x, weight.t(), out_dtype=dtype)
+        first, total = 0, sum(part.rows for part in parts)
+        found = x.new_empty(len(x), total, dtype=dtype)
+        for rows, piece in quantized_product.pieces_of(parts):
+            plain = quantized_product.unpack(self._module, piece, self._scratch)
+            if dtype == x.dtype:
+                torch.mm(x, plain.t(), out=found[:, first:first + rows])
+            else:
+                found[:, first:first + rows] = torch.mm(x, plain.t(), out_dtype=dtype)
+            first += rows
+        return found
+
+    @cached_property
+    def _scratch(self) -> Tensor | None:
+        """Memory for a piece of a quantized weight in bfloat16. It is always the same, so that a GPU that is nearly
+        full does not have to find large pieces of memory in each step."""
+        return quantized_product.scratch_for(self._shapes.parts.values())
 
     def head(self, x: Tensor) -> Tensor:
         """Normed hidden states [L, H] bf16 -> logits [L, V] float32."""
         weight = self.decoder.head
         if isinstance(weight, Tensor) or len(x) > MAX_GEMV_TOKENS:
-            return torch.mm(x, self.plain(weight).t(), out_dtype=torch.float32)
+            return self.linear(x, weight, torch.float32)
         logits = torch.empty(len(x), _rows(weight), device=self._device)
         if len(x):
             self.multiply(weight, x, None, logits, STORE)

@@ -50,7 +50,7 @@ def host_layer_form(device: torch.device, computes: bool) -> PackedForm:
 def _pack(type: str, number: int, rows: int, columns: int, row_bytes: int, read: Callable[[int, int], Any],
           device: torch.device, arena: Arena | None) -> HostTiles:
     """Packs like `cuda.quantized.pack_tiles`. number: negative for a type that the CPU kernels do not know."""
-    raw = torch.as_tensor(read(0, rows * row_bytes))  # once: to read may mean to quantize
+    raw = torch.as_tensor(read(0, rows * row_bytes)).flatten()  # once: to read may mean to quantize
 
     def again(start: int, count: int) -> Tensor:
         return raw[start:start + count]

@@ -130,7 +130,7 @@ class MtpHeadOp:
             self._step.multiply(self._weights.fc, x, None, joined, STORE)
             self._step.multiply(self._kv, joined, self._layer.input_norm, proj, STORE)
         else:
-            joined, kind = torch.mm(x, self._step.plain(self._weights.fc).t(), out_dtype=torch.float32), "many"
+            joined, kind = self._step.linear(x, self._weights.fc, torch.float32), "many"
             proj = self._step.linear(self._step.normed(joined, None, self._layer.input_norm), self._kv)
         self._module.launch(f"k_head_keys_{kind}", (tokens,), 256, args.HeadKeysArgs(
             proj=proj, key_norm=self._mixer.k_norm, turns=turns, last=hidden if last is None else last,

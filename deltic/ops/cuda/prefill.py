@@ -15,7 +15,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
@@ -35,6 +34,7 @@ from deltic.ops.types import (
     KvView,
     Layout,
     MlpWeights,
+    Weight,
 )
 
 if TYPE_CHECKING:
@@ -402,19 +402,19 @@ class PrefillStep:
         tokens = [*range(_PRODUCT_STEP, min(most, _LARGE_PRODUCT), _PRODUCT_STEP),
                   *range(_LARGE_PRODUCT, most, 4 * _PRODUCT_STEP), most]
         for weight in self._products():
-            x = torch.zeros(most, weight.shape[1], dtype=torch.bfloat16, device=self._device)
+            blocks = weight if isinstance(weight, tuple) else (weight,)
+            x = torch.zeros(most, blocks[0].shape[1], dtype=torch.bfloat16, device=self._device)
             for count in tokens:
-                F.linear(x[:count], weight)
+                self._step.linear(x[:count], weight)
 
-    def _products(self) -> Iterator[Tensor]:
-        """Yields the weights that cuBLAS multiplies with in one layer of each kind, as bfloat16."""
+    def _products(self) -> Iterator[Weight]:
+        """Yields the weights that cuBLAS multiplies with in one layer of each kind."""
         of_kind = {(type(layer.mixer), type(layer.mlp)): layer for layer in self._step.decoder.layers}
         for layer in of_kind.values():
             mixer, mlp = layer.mixer, layer.mlp
-            weights = (mixer.in_proj, mixer.out_proj) if isinstance(mixer, GdnWeights) else (mixer.qkv, mixer.o_proj)
-            yield from map(self._step.plain, weights)
+            yield from (mixer.in_proj, mixer.out_proj) if isinstance(mixer, GdnWeights) else (mixer.qkv, mixer.o_proj)
             if isinstance(mlp, MlpWeights):
-                yield from map(self._step.plain, (mlp.gate_up, mlp.down))
+                yield from (mlp.gate_up, mlp.down)
 
     def serves(self, batch: Batch) -> bool:
         layout = batch.layout

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ _CHUNK_TILES = 8
 """Chunks of an input are multiples of so many tiles: one for each warp."""
 _LINE_BYTES = 4 * 144
 """Bytes of a token's columns of a tile, quantized to integers."""
+_PIECE_WEIGHTS = 1 << 26
+"""Weights that are dequantized at once for many tokens: 128 MiB."""
 _LONG_TILES = 256
 """Tiles of a block from which on it may take the next kernel's shared memory."""
 
@@ -238,10 +241,32 @@ def _four(values: list[int]) -> tuple[int, ...]:
     return (*values, *[0] * (_MAX_PARTS - len(values)))
 
 
-def unpack(module: Module, parts: tuple[Tiles, ...]) -> Tensor:
-    """Returns the weight dequantized to bfloat16 [rows, columns]."""
+def scratch_for(weights: Iterable[tuple[Tiles, ...]]) -> Tensor | None:
+    """Allocates memory for the largest piece of any of these weights in bfloat16; None if there are no weights."""
+    pieces = [rows * parts[0].columns for parts in weights for rows, _ in pieces_of(parts)]
+    device = next((parts[0].data.device for parts in weights), None)
+    return torch.empty(max(pieces), dtype=torch.bfloat16, device=device) if pieces else None
+
+
+def pieces_of(parts: tuple[Tiles, ...]) -> Iterator[tuple[int, tuple[Tiles, ...]]]:
+    """Yields the pieces in which a weight is dequantized, of up to _PIECE_WEIGHTS weights: rows and parts of each."""
+    rows = sum(part.rows for part in parts)
+    if rows * parts[0].columns <= _PIECE_WEIGHTS:
+        yield rows, parts
+        return
+    most = max(1, _PIECE_WEIGHTS // (parts[0].columns * TILE_ROWS))
+    for part in parts:
+        for first in range(0, len(part.data), most):
+            rows = min(most * TILE_ROWS, part.rows - first * TILE_ROWS)
+            yield rows, (replace(part, rows=rows, data=part.data[first:first + most]),)
+
+
+def unpack(module: Module, parts: tuple[Tiles, ...], memory: Tensor | None = None) -> Tensor:
+    """Returns the weight dequantized to bfloat16 [rows, columns]. memory: where; default: new memory."""
     rows, columns = sum(part.rows for part in parts), parts[0].columns
-    plain, first = torch.empty(rows, columns, dtype=torch.bfloat16, device=parts[0].data.device), 0
+    if memory is None:
+        memory = torch.empty(rows * columns, dtype=torch.bfloat16, device=parts[0].data.device)
+    plain, first = memory[:rows * columns].view(rows, columns), 0
     for part in parts:
         tiles = len(part.data) * (columns // TILE_COLUMNS)
         module.launch(f"k_unpack_{part.type.lower()}", (-(-tiles // 8),), 256, args.UnpackArgs(
