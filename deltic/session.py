@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deltic.cache.handles import CacheSnapshot, SequenceCache
+from deltic.cache.item_copies import read_state
 from deltic.config import ModelConfig
 from deltic.engine.arguments import engine_config
 from deltic.engine.loading import ModelOverrides, RandomModel, load_any
@@ -304,10 +305,11 @@ class Session:
             runtime.cache.states.flush(sequence_cache)
         runtime.cache.operations.flush()
         runtime.pools.wait()
-        states = runtime.pools.recurrent[:, sequence_cache.slot].float() if sequence_cache.done else torch.zeros_like(
-            runtime.pools.recurrent[:, sequence_cache.slot], dtype=torch.float32)
+        states = read_state(runtime.pools.shards, sequence_cache.slot)["recurrent"].float()
+        if not sequence_cache.done:
+            states = torch.zeros_like(states)
         linear = self.config.linear
-        if runtime.pools.tiled and linear is not None:  # the order of heads in GGUF files
+        if runtime.pools.shards[0].tiled and linear is not None:  # the order of heads in GGUF files
             states = states.unflatten(1, (-1, linear.num_key_heads)).transpose(1, 2).flatten(1, 2)
         return dict(zip(self.config.linear_layers, states.clone(), strict=True))
 

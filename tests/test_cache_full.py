@@ -241,7 +241,7 @@ def test_a_shortage_while_pools_are_copied_harms_nobody(monkeypatch: pytest.Monk
 
     def refuse(*_: Any) -> Any:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
-    monkeypatch.setattr("deltic.cache.tensors._read_kv", refuse)
+    monkeypatch.setattr("deltic.cache.item_copies._read_kv", refuse)
     engine = Engine(runtime_of(odd_runtime(), batch=2, tiers=[TierIndex(Recording(1 << 20), threads=False)]))
     request = request_of(20)
     same_tokens(reference(odd_runtime(), request.prompt, 3), serve(engine, request)[("a", 0)].tokens)

@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 def test_host_prefix_is_identical(spans: int, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where pages lie one after another, and as if they lay all over the pool; in pinned memory, and where there is
     none left."""
-    monkeypatch.setattr("deltic.cache.tensors._SPANS", spans)
+    monkeypatch.setattr("deltic.cache.item_copies._SPANS", spans)
     monkeypatch.setattr("deltic.cache.offload.host._STAGING_BYTES", 100_000)
     if not pinned:
         monkeypatch.setattr("deltic.cache.offload.host.PinnedMemory.tensor", lambda memory, like: None)

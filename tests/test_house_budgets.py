@@ -13,10 +13,10 @@ from test_house import FILES, ROOT, TREES, imports, room, shown, walk
 
 LINES = {
     ".": 1900,
-    "cache": 4600,
+    "cache": 4900,
     "chat": 6950,
     "cli": 4900,
-    "config": 1700,
+    "config": 1710,
     "embeddings": 2600,
     "engine": 3400,
     "export": 3950,

@@ -30,7 +30,7 @@ CACHES = {
     **{f"deltic/ops/cuda/card.py {name}": "a record, which nobody changes" for name in ("card_of", "default_card")},
     "deltic/ops/cuda/quantized.py _bytes_of_rows": "a constant that is never written to",
     "deltic/ops/cuda/staging.py _buffers": "pinned memory that small tensors go through",
-    "deltic/cache/tensors.py _side_stream": "a stream of a device, which orders what is put into it",
+    "deltic/cache/item_copies.py _side_stream": "a stream of a device, which orders what is put into it",
     "deltic/ops/kv.py _signs": "a constant that is never written to",
     "deltic/ops/reference.py hadamard": "a constant that is never written to",
     "deltic/ops/cpu/library.py load": "the library is loaded once; it has no state of its own",

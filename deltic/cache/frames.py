@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deltic.cache.block_pool import BlockPool
 
@@ -43,6 +43,10 @@ class FrameLayout:
     def unit(self) -> int:
         """Bytes of a frame that may become a slot."""
         return self.size + self.side
+
+    def of_shards(self, count: int) -> FrameLayout:
+        """Returns the layout of so many shards together, whose units have the same numbers."""
+        return replace(self, size=count * self.size, page_step=count * self.page_step, side=count * self.side)
 
     def first_page(self, frame: int) -> int:
         return -(-frame * self.size // self.page_step)

@@ -5,14 +5,11 @@ Attention layers have K/V pages; recurrent layers have state slots and state del
 
 from __future__ import annotations
 
-import logging
-from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import count, pairwise
+from itertools import count
 from math import prod
 from typing import Any
 
@@ -20,9 +17,9 @@ import torch
 from torch import Tensor
 
 from deltic.cache.frames import FrameLayout
+from deltic.cache.item_copies import Arrival, DeferredPageCopy, TensorPart, restore_prefix, store_prefix
 from deltic.cache.offload.item_validator import PoolItemValidator
-from deltic.cache.offload.tiers import StoreRequest
-from deltic.cache.offload.types import LoadedPrefix, PrefixSource, Tensors
+from deltic.cache.offload.types import LoadedPrefix
 from deltic.cache.operations import (
     CopyPage,
     CopySlot,
@@ -37,14 +34,10 @@ from deltic.config import ModelConfig
 from deltic.ops import Ops
 from deltic.ops.capabilities import on_device
 from deltic.ops.kv import KEY_BITS, VALUE_BITS, as_bytes, is_finite, take, width
-from deltic.ops.memory import is_shortage, memory_for, reserve
+from deltic.ops.memory import memory_for, reserve
 from deltic.ops.types import PAGE, RING, DeltaLogView, KvView, StateView
 
-log = logging.getLogger("deltic")
-
 _ALIGNMENT = 64
-_SPANS = 32
-"""A prefix from a tier is copied span by span to at most so many spans of the pool, and else by an index."""
 STATE_LAYOUT = 2
 """Grows when the meaning of pages or slots changes, so that items of older versions are not used."""
 
@@ -172,6 +165,7 @@ class CachePools:
     layout: the tensors of pages and `recurrent` are views of the same memory, whose layers overlap; only some numbers
         of pages and slots are used.
     backlogs: each writes what steps have left to be written before the tensors are read elsewhere.
+    parts: what these pools have of an item's tensors, by name, if they are a shard's; else all of them.
 
     Memory is not initialised: a slot is read only after a write (rows with done = 0 start from zero), a K/V entry only
     below its sequence's cursor. Pages that were never used are never touched, so that they cost no memory.
@@ -188,10 +182,21 @@ class CachePools:
     vocabulary: int | None = None
     layout: FrameLayout | None = None
     arriving: defaultdict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    copying: deque[_Arrival] = field(default_factory=deque)
+    copying: deque[Arrival] = field(default_factory=deque)
     held: dict[int, object] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=count)
     backlogs: list[Callable[[], None]] = field(default_factory=list)
+    parts: Mapping[str, TensorPart] = field(default_factory=dict)
+
+    @property
+    def shards(self) -> tuple[CachePools, ...]:
+        """The pools of each device: these."""
+        return (self,)
+
+    @property
+    def named_pages(self) -> dict[str, Tensor]:
+        """The tensors of the pages, [layers, pages, PAGE, ...] each."""
+        return {"keys": self.keys, "values": self.values}
 
     @property
     def page_tensors(self) -> tuple[Tensor, ...]:
@@ -238,6 +243,10 @@ class CachePools:
     def device(self) -> torch.device:
         return self.keys.device
 
+    def current(self) -> AbstractContextManager[object]:
+        """Makes the device of these pools the current one."""
+        return torch.cuda.device(self.device) if self.keys.is_cuda else nullcontext()
+
     def kv_views(self) -> tuple[KvView, ...]:
         return tuple(KvView(keys, values, self.arriving[layer])
                      for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)))
@@ -279,7 +288,7 @@ class CachePools:
                 case CopyPage(source, target) if any(self.arriving.values()):
                     for layer in range(len(self.keys)):
                         tensors = [pool[layer] for pool in self.page_tensors]
-                        self.arriving[layer].append(_DeferredPageCopy(tensors, source, target))
+                        self.arriving[layer].append(DeferredPageCopy(tensors, source, target))
                 case CopyPage(source, target):
                     self._copy(self.ops.copy_pages, self.page_tensors, source, target)
                 case MovePages(sources, targets):
@@ -290,17 +299,11 @@ class CachePools:
                 case FlushDeltaLog(slot, delta_log, base, done):
                     self.ops.flush_delta_log(self.state_views(), slot, delta_log, base, done, slot)
                 case StoreItem(item, pages, slot):
-                    request = self.held.pop(item)
-                    assert isinstance(request, StoreRequest)
-                    self.wait()
-                    try:
-                        request.make(_source(self, request, pages, slot))
-                    except Exception:  # the pools are unchanged
-                        log.exception("a prefix is not kept in the tiers")
+                    store_prefix(self.shards, item, pages, slot)
                 case RestoreItem(item, pages, start, slot):
                     loaded = self.held.pop(item)
                     assert isinstance(loaded, LoadedPrefix)
-                    _restore(self, loaded, pages, start, slot)
+                    restore_prefix(self, loaded, pages, start, slot)
 
     def sound(self, slots: Sequence[int], pages: Sequence[int], done: int) -> bool:
         """Returns True if these states and the K/V of the first `done` tokens in these pages are finite."""
@@ -362,149 +365,3 @@ def _share(page: dict[str, _UnitTensor], slot: dict[str, _UnitTensor], layout: F
             own = reserve((-(-size // _ALIGNMENT) * _ALIGNMENT,), torch.uint8, device)
             of_slots[name] = part.within(own, numbers, 0, part.entry)
     return pages, of_slots
-
-
-def _source(pools: CachePools, request: StoreRequest, pages: Sequence[int], slot: int) -> PrefixSource:
-    """Returns access to a prefix in the pools, to be used before they change."""
-    def run(start: int) -> dict[str, Tensor]:
-        with _shortage_as_memory_error():
-            tokens = torch.frombuffer(array("q", request.tokens[start:]), dtype=torch.int64)  # of a copy
-            return {"tokens": tokens, **_read_kv(pools, pages, start, len(request.tokens))}
-
-    def state() -> dict[str, Tensor]:
-        with _shortage_as_memory_error():
-            logits = {} if request.logits is None else {"logits": request.logits}
-            return _read_state(pools, slot) | logits
-
-    return PrefixSource(request.tokens, run, state, request.logits is not None)
-
-
-@contextmanager
-def _shortage_as_memory_error() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_shortage(error):
-            raise
-        raise MemoryError(str(error)) from error
-
-
-def _restore(pools: CachePools, loaded: LoadedPrefix, pages: Sequence[int], known: int, slot: int) -> None:
-    """Writes the state of a tier's prefix to a slot, and its K/V from token `known` on to pages.
-
-    On a GPU the copies overlap with steps. A step waits only for the layer that it computes next.
-    """
-    for name, pool in pools.named_slots.items():
-        pool[:, slot] = loaded.state[name].to(pool.device, non_blocking=True)
-    runs = [_run(pools, tensors, pages, start, max(known, start)) for start, tensors in loaded.runs
-            if known < start + tensors["keys"].shape[1]]
-    if not pools.keys.is_cuda:
-        for layer in range(len(pools.keys)):
-            _restore_layer(pools, layer, runs)
-        return
-    if any(isinstance(copy, _DeferredPageCopy) for copies in pools.arriving.values() for copy in copies):
-        pools.wait()  # as this may write to the source of one
-    stream = _side_stream(pools.device)
-    stream.wait_stream(torch.cuda.current_stream(pools.device))
-    with torch.cuda.stream(stream):
-        for layer in range(len(pools.keys)):
-            _restore_layer(pools, layer, runs)
-            arrival = _Arrival(stream.record_event(), loaded, runs)
-            pools.arriving[layer].append(arrival)
-    if len(pools.keys):
-        pools.copying.append(arrival)
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """K/V of consecutive tokens. The first `skip` tokens are already in the pages.
-
-    spans: of the other tokens: index of the first, place in the flat pool, count.
-    places: of each of them, if there are many spans.
-    """
-
-    tensors: Tensors
-    skip: int
-    spans: list[tuple[int, int, int]]
-    places: Tensor | None
-
-
-def _run(pools: CachePools, tensors: Tensors, pages: Sequence[int], start: int, first: int) -> _Run:
-    """Returns the part from the position `first` on of K/V that begins at `start`."""
-    end = start + tensors["keys"].shape[1]
-    spans = [(position - start, place, length) for position, place, length in _spans(pages, first, end)]
-    return _Run(tensors, first - start, spans, _places(pools, pages, first, end) if len(spans) > _SPANS else None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """Copies that are done with an event. It holds what they read: until then the memory must not be used again."""
-
-    event: torch.cuda.Event
-    loaded: LoadedPrefix
-    runs: Sequence[_Run]
-
-    def wait(self) -> None:
-        self.event.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class _DeferredPageCopy:
-    """A copy of a page of one layer, to be made after the arrivals before it. tensors: [pages, PAGE, kv_heads,
-    head_dim] each."""
-
-    tensors: list[Tensor]
-    source: int
-    target: int
-
-    def wait(self) -> None:
-        for tensor in self.tensors:  # by a kernel: the copy engines are busy with other layers
-            source, target = (tensor[page].view(torch.uint8) for page in (self.source, self.target))
-            torch.bitwise_or(source, 0, out=target)
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def _restore_layer(pools: CachePools, layer: int, runs: Sequence[_Run]) -> None:
-    for run in runs:
-        for pool, name in zip(pools.page_tensors, ("keys", "values"), strict=True):
-            flat, kept = as_bytes(pool[layer].flatten(0, 1)), as_bytes(run.tensors[name][layer])
-            if run.places is not None:
-                flat.index_copy_(0, run.places, kept.to(pool.device, non_blocking=True)[run.skip:])
-                continue
-            for token, place, length in run.spans:
-                flat[place:place + length].copy_(kept[token:token + length], non_blocking=True)
-
-
-def _read_kv(pools: CachePools, pages: Sequence[int], start: int, end: int) -> dict[str, Tensor]:
-    """Returns keys and values [A, tokens, kv_heads, head_dim] of the positions `start` to `end`."""
-    index = _places(pools, pages, start, end)
-    return {name: take(pool.flatten(1, 2), 1, index)
-            for name, pool in zip(("keys", "values"), pools.page_tensors, strict=True)}
-
-
-def _read_state(pools: CachePools, slot: int) -> dict[str, Tensor]:
-    """Returns recurrent [G, Hv, Dk, Dv], conv [G, conv_kernel, C] and, with a draft head, hidden [1, H]."""
-    return {name: pool[:, slot].clone() for name, pool in pools.named_slots.items()}
-
-
-def _spans(pages: Sequence[int], start: int, end: int) -> list[tuple[int, int, int]]:
-    """Returns where the tokens from `start` to `end` lie in the flat pool: position, place and count of each span."""
-    spans = list[tuple[int, int, int]]()
-    wanted = pages[start // PAGE:-(-end // PAGE)]
-    breaks = [index for index, (page, next) in enumerate(pairwise(wanted), 1) if next != page + 1]
-    for first, last in pairwise((0, *breaks, len(wanted))):
-        position = max(start, (start // PAGE + first) * PAGE)
-        until = min(end, (start // PAGE + last) * PAGE)
-        spans.append((position, wanted[first] * PAGE + position % PAGE, until - position))
-    return spans
-
-
-def _places(pools: CachePools, pages: Sequence[int], start: int, end: int) -> Tensor:
-    """Returns the place of each token from `start` to `end` in the flat pool."""
-    positions = torch.arange(start, end)
-    places = torch.frombuffer(array("q", pages), dtype=torch.int64)[positions // PAGE] * PAGE + positions % PAGE
-    return on_device(places, pools.device)

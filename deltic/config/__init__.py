@@ -15,11 +15,12 @@ from deltic.config.model import (
     LinearConfig,
     ModelConfig,
     RopeConfig,
+    shard_config,
 )
 from deltic.config.reading import GenerationDefaults
 
 __all__ = [
     "ARCHITECTURES", "AUTO", "DTYPE_BYTES", "PRESETS", "DType", "EngineConfig", "ExpertsConfig", "GenerationDefaults",
     "LayerType", "Limits", "LinearConfig", "ModelConfig", "RopeConfig", "architecture", "available_cores",
-    "available_memory", "parse_bytes",
+    "available_memory", "parse_bytes", "shard_config",
 ]

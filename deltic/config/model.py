@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from deltic.config.families import FAMILIES, MIXTURES, Family, LayerType, architecture
 from deltic.config.reading import FORMATS, find, flag, integer, number, token_ids
-from deltic.errors import ModelError, show
+from deltic.errors import ConfigError, ModelError, show
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -236,6 +236,29 @@ class ModelConfig:
         return (embeddings + final_norm + layer * self.num_hidden_layers
                 + _attention_parameters(self) * len(self.attention_layers)
                 + _linear_parameters(self) * len(self.linear_layers))
+
+
+def shard_config(config: ModelConfig, shards: int) -> ModelConfig:
+    """Returns the shape of a model with the heads that one of so many devices has of it; the other sizes stay. A K/V
+    head is on several devices if there are more of them than K/V heads. Raises ConfigError if heads cannot be split."""
+    linear, heads, kv_heads = config.linear, config.num_attention_heads, config.num_key_value_heads
+    if config.attention_layers or config.num_mtp_layers:
+        _check_split("attention", heads, shards)
+        if kv_heads % shards and shards % kv_heads:
+            raise ConfigError(f"tp={shards} cannot split this model's {kv_heads} K/V heads: choose a divisor of their "
+                              "number, or a multiple", "tp")
+        config = replace(config, num_attention_heads=heads // shards, num_key_value_heads=max(kv_heads // shards, 1))
+    if linear is not None:
+        _check_split("key", linear.num_key_heads, shards)
+        config = replace(config, linear=replace(linear, num_key_heads=linear.num_key_heads // shards,
+                                                num_value_heads=linear.num_value_heads // shards))
+    return config
+
+
+def _check_split(kind: str, heads: int, shards: int) -> None:
+    if heads % shards:
+        raise ConfigError(f"tp={shards} cannot split this model's {heads} {kind} heads: choose a divisor of their "
+                          "number", "tp")
 
 
 def _feed_forward_rows(config: ModelConfig, count: int) -> int:

@@ -1,0 +1,190 @@
+"""Items of the tiers are whole: any number of devices reads what any number of devices has written."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sharded_cases import (
+    DEPTHS,
+    KINDS,
+    TOKENS,
+    Kind,
+    cache_over,
+    check_prefix,
+    content,
+    each_kind,
+    pools_of,
+    read_prefix,
+    shape,
+    store_of,
+    write_prefix,
+    write_slot,
+)
+from torch import Tensor
+
+from deltic.cache.item_copies import TensorPart, read_state
+from deltic.cache.offload.disk import DiskStore
+from deltic.cache.offload.host import HostStore
+from deltic.cache.operations import StoreItem
+from deltic.ops.kv import as_bytes
+from deltic.params import PAGE
+
+
+@each_kind
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_items_are_read_by_any_number_of_devices(kind: Kind, tier: str, kv_heads: int, tmp_path: Path) -> None:
+    """What 1, 2 and 4 devices write are the same items, bit by bit, and each of them reads it."""
+    config = shape(kv_heads=kv_heads)
+    whole = content(config, kind, len(TOKENS))
+    written = list[dict[tuple[str, int], dict[str, Tensor]]]()
+    for writes in (1, 2, 4):
+        store = store_of(tier, tmp_path / f"{writes}")
+        writer = cache_over(config, writes, kind, store)
+        write_prefix(writer, config, whole, DEPTHS)
+        items = [item for entry in writer.tiers[0]._entries.values() for item in entry.items]
+        written.append({(item.kind, item.done): store.read(item) for item in items})
+        for reads in (1, 2, 4):
+            # another process finds the items on disk
+            again = store_of(tier, tmp_path / f"{writes}") if tier == "disk" else writer.tiers[0]
+            reader = cache_over(config, reads, kind, again)
+            for depth in DEPTHS:
+                assert read_prefix(reader, config, whole, depth)
+            reader.tiers[0].check()
+    assert {*written[0]} == {("kv", 40), ("kv", 75), ("state", 40), ("final", 75)}
+    for name, tensors in written[0].items():
+        assert all(tensor.is_contiguous() for tensor in tensors.values())
+        for other in written[1:]:
+            assert other[name].keys() == tensors.keys()
+            for part, tensor in tensors.items():
+                found = other[name][part]
+                assert found.dtype == tensor.dtype and torch.equal(as_bytes(found), as_bytes(tensor)), (name, part)
+
+
+@each_kind
+@pytest.mark.parametrize("spans", [32, 0])
+@pytest.mark.parametrize("count", [2, 4])
+def test_only_what_is_missing_is_written(kind: Kind, spans: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree has the first pages, which other sequences use; the others lie all over the pool."""
+    monkeypatch.setattr("deltic.cache.item_copies._SPANS", spans)
+    config = shape()
+    whole, other = (content(config, kind, len(TOKENS), seed) for seed in (0, 1))
+    writer = cache_over(config, 1, kind, HostStore(1 << 24))
+    write_prefix(writer, config, whole, DEPTHS)
+    reader = cache_over(config, count, kind, HostStore(1 << 24), 16)
+    write_prefix(reader, config, {name: other[name] if name in ("keys", "values") else tensor
+                                  for name, tensor in whole.items()}, (40,))
+    reader.tiers = writer.tiers
+    gaps = [reader.admit() for _ in range(3)]
+    for _ in range(3):
+        for gap in gaps:
+            assert gap and reader.reserve(gap, len(gap.pages) * PAGE + 1)
+    assert gaps[0] and gaps[2]
+    reader.release(gaps[0])
+    reader.release(gaps[2])
+    load = reader.start_load([*TOKENS, 7])
+    assert load.poll() and load.loaded
+    sequence = reader.admit([*TOKENS, 7], load=load)
+    assert sequence and sequence.done == 75
+    assert any(after != page + 1 for page, after in pairwise(sequence.pages)), "the pages lie side by side"
+    reader.operations.flush()
+    check_prefix(reader, config, {name: torch.cat((as_bytes(other[name])[:, :32], as_bytes(tensor)[:, 32:]), 1).view(
+        tensor.dtype) if name in ("keys", "values") else tensor for name, tensor in whole.items()}, sequence)
+
+
+def halves(name: str) -> Callable[[dict[str, Tensor]], None]:
+    """What a shard of two has."""
+    def change(tensors: dict[str, Tensor]) -> None:
+        place = {"keys": 2, "values": 2, "recurrent": 1, "conv": 2}[name]
+        tensors[name] = tensors[name].chunk(2, place)[0].contiguous()
+    return change
+
+
+def sick(name: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[name].view(-1)[-1] = float("nan")
+    return change
+
+
+def longer(tensors: dict[str, Tensor]) -> None:
+    tensors["hidden"] = torch.zeros(1, 1 << 20)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize(("item", "change", "reason"), [
+    ("kv", halves("keys"), "its keys are torch.bfloat16"), ("kv", halves("values"), "its values are torch.bfloat16"),
+    ("final", halves("recurrent"), "its recurrent are torch.float32"),
+    ("final", halves("conv"), "its conv are torch.bfloat16"), ("final", longer, "and at most 19,092 can be right"),
+    ("kv", sick("values"), "its values are not all finite"),
+    ("final", sick("recurrent"), "its recurrent are not all finite"),
+    ("final", lambda tensors: tensors.pop("hidden"), "instead of conv, hidden")])
+def test_hostile_items_are_refused(item: str, change: Any, reason: str, count: int, tmp_path: Path,
+                                   caplog: pytest.LogCaptureFixture) -> None:
+    """A shard's part is none of an item, and nothing of what is refused reaches the pools."""
+    caplog.set_level(logging.WARNING, "deltic")
+    config, kind = shape(), KINDS["bfloat16, tiled, draft head"]
+    whole, store = content(config, kind, len(TOKENS)), DiskStore(tmp_path, "model", 1 << 24)
+    write_prefix(cache_over(config, 2, kind, store), config, whole, (75,))
+    (found,) = (each for each in DiskStore(tmp_path, "model", 1 << 24).scan() if each.kind == item)
+    tensors = {name: tensor.clone() for name, tensor in store.read(found).items()}
+    change(tensors)
+    store.write(found, tensors)
+    reader = cache_over(config, count, kind, DiskStore(tmp_path, "model", 1 << 24))
+    assert read_prefix(reader, config, whole, 75) is None
+    assert reason in caplog.text and not reader.operations.queued
+    reader.check()
+
+
+def test_a_shortage_while_shards_are_joined_harms_nothing(monkeypatch: pytest.MonkeyPatch,
+                                                          caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "deltic")
+    config, kind = shape(), KINDS["float32"]
+    whole, cache = content(config, kind, len(TOKENS)), cache_over(config, 2, kind, HostStore(1 << 24))
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+    with monkeypatch.context() as patched:
+        patched.setattr(TensorPart, "put", refuse)
+        write_prefix(cache, config, whole, (40,))
+    assert not cache.tiers[0].prefixes and "`host_memory`" in caplog.text and not cache.operations.poisoned
+    write_prefix(cache, config, whole, (75,))
+    assert cache.tiers[0].prefixes == 1
+    assert not any(shard.held for shard in cache.pools.shards)  # type: ignore[attr-defined]
+
+
+def test_dropped_operations_hold_nothing() -> None:
+    config, kind = shape(), KINDS["float32"]
+    cache = cache_over(config, 2, kind, HostStore(1 << 24))
+    item = cache.pools.hold("a prefix")
+    shards = cache.pools.shards  # type: ignore[attr-defined]
+    assert all(shard.held == {item: "a prefix"} for shard in shards)
+    cache.operations.append(StoreItem(item, (), 0))
+    cache.operations.discard()
+    assert not any(shard.held for shard in shards)
+
+
+def test_one_part_at_a_time_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the whole tensor, joining takes the memory of one shard's part."""
+    config, kind = shape(kv_heads=2), KINDS["float32"]
+    pools = pools_of(config, 4, kind)
+    write_slot(pools, config, 0, content(config, kind, 1), 0)
+    live, put = list[weakref.ref[Tensor]](), TensorPart.put
+    names = list[tuple[int, ...]]()
+
+    def watched(part: TensorPart, copy: Tensor, whole: Tensor) -> None:
+        assert all(each() is None for each in live), "an earlier part is still there"
+        live.append(weakref.ref(copy))
+        names.append(part.shape)
+        assert 4 * copy.numel() == whole.numel()
+        put(part, copy, whole)
+
+    monkeypatch.setattr(TensorPart, "put", watched)
+    read_state(pools.shards, 0)
+    assert len(live) == 8 and len({*names}) == 2
