@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Changes whenever something below does. */
-#define DELTIC_ABI 15
+#define DELTIC_ABI 16
 int deltic_abi(void);
 
 /* Tokens of a page, entries of a unit of a replay ring, rows of a matrix that are packed together; the functions give
@@ -24,6 +24,8 @@ int deltic_abi(void);
 #define DELTIC_PAGE 16
 #define DELTIC_RING 16
 #define DELTIC_PANEL 16
+/* Slices of columns that are spread over devices; also the largest number of these. See deltic/ops/slices.py. */
+#define DELTIC_SLICES 8
 int deltic_page(void);
 int deltic_ring(void);
 int deltic_panel(void);
@@ -58,10 +60,14 @@ typedef struct {
     const void *data;
 } deltic_matrix;
 
-/* A linear layer: the rows of up to four matrices, one after another, with equally many columns. */
+/* A linear layer: the rows of up to four matrices, one after another, with equally many columns.
+ * slices: 0, and a row is summed from its first column to its last one; or a power of two, up to DELTIC_SLICES, of slices
+ * of the columns that are summed so, and then added in pairs. A slice has a range of columns in each of `runs` runs. See
+ * column_slices in deltic/ops/slices.py. */
 typedef struct {
     int64_t count;
     deltic_matrix parts[4];
+    int64_t slices, runs;
 } deltic_weight;
 
 /* Bytes of a packed matrix; -1 for an unknown type or columns that are no multiple of its block. All functions below
@@ -231,18 +237,21 @@ typedef struct {
 } deltic_expert;
 typedef struct deltic_moe_layer {
     deltic_weight router;        /* rows of the experts; with a shared one, last the row of its gate */
-    const deltic_expert *expert; /* [experts], and the shared one behind them */
+    const deltic_expert *expert; /* [own], and the shared one behind them */
     int64_t experts, per_token;
-    int64_t shared;              /* whether there is a shared expert */
+    int64_t first, own;          /* the neighbouring experts whose weights are here; others are left out of the sum */
+    int64_t slices;              /* of these experts, as of slice_ends(own, 1, slices): at least 1, up to DELTIC_SLICES */
+    int64_t shared;              /* whether there is a shared expert, whose `down` has as many slices */
     int64_t normalised;          /* the shares of a token's experts add up to 1 */
     deltic_expert_store *store;  /* null: `expert` has all; else it has the shared one alone, in its place */
     int64_t stored;              /* the layer's number in the store */
     const struct deltic_moe_layer *next; /* one of the same store whose experts shall be predicted, or null */
 } deltic_moe_layer;
 
-/* y [tokens, hidden]: the sum of what deltic_mlp gives for each of a token's experts times its share, the best first,
- * last the shared expert times sigmoid of its gate. An expert's weights are read once, for all tokens that pass it. A
- * row of y does not depend on the other tokens. */
+/* y [tokens, hidden]: the sum of what deltic_mlp gives for each of a token's experts times its share, and of the shared
+ * expert times sigmoid of its gate. Slices are added in pairs; in a slice the best expert comes first, last the slice of
+ * the shared one. An expert's weights are read once, for all tokens that pass it. A row of y does not depend on the other
+ * tokens. */
 int deltic_moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_layer *layer, float *y);
 
 /* ---- Experts that threads of the host compute beside a GPU, which asks for them through memory that both see. */

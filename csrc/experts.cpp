@@ -2,7 +2,8 @@
 //
 // Rows of tokens are put together by expert, the shared one last. So an expert's weights are read once, however many
 // tokens pass it, and all experts are one piece of work; where some are not in memory, those that are come first, then
-// the others as they arrive. Where a row lies changes nothing about its numbers.
+// the others as they arrive. Where a row lies changes nothing about its numbers. Experts of other devices are left out:
+// what they and this one's sum are parts of is summed in one order (deltic/ops/slices.py).
 #include <algorithm>
 #include <cmath>
 #include <optional>
@@ -25,9 +26,10 @@ enum {
 constexpr int64_t kTogether = 4096; // rows of experts that are computed at a time, so that memory for them is bounded
 constexpr int64_t kPredicted = 16;  // tokens of a step for which the next layer's experts are predicted, at most
 
-// Which experts tokens pass: chosen, shares, places [tokens, per_token]. A place is a row among those put together by
-// expert; tokens: whose it is. rows [experts]: how many each has. order: the experts that have any; starts: the first
-// row of each of these, and behind the last one the end.
+// Which experts tokens pass: chosen, shares, places [tokens, per_token]. Numbers of experts count from the first one
+// that is here; those that are not are -1. A place is a row among those put together by expert; tokens: whose it is. rows
+// [own]: how many each has. order: the experts that have any; starts: the first row of each of these, and behind the last
+// one the end.
 struct Routes {
     int64_t *chosen, *places, *tokens, *rows, *order, *starts;
     float *shares;
@@ -68,18 +70,23 @@ Routes route(deltic_pool *pool, const deltic_moe_layer &layer, float *logits, in
     int64_t rows = tokens * layer.per_token;
     auto numbers = [&](int slot, int64_t count) { return scratch_of<int64_t>(pool, slot, count); };
     Routes routes{numbers(kChosen, rows), numbers(kPlaces, rows), numbers(kTokens, rows),
-                  numbers(kRows, layer.experts), numbers(kOrder, layer.experts), numbers(kStarts, layer.experts + 1),
+                  numbers(kRows, layer.own), numbers(kOrder, layer.own), numbers(kStarts, layer.own + 1),
                   scratch_of<float>(pool, kShares, rows)};
     choose_all(pool, layer, logits, tokens, routes.chosen, routes.shares);
-    std::fill_n(routes.rows, layer.experts, 0);
-    for (int64_t row = 0; row < rows; ++row) ++routes.rows[routes.chosen[row]];
+    std::fill_n(routes.rows, layer.own, 0);
+    for (int64_t row = 0; row < rows; ++row) {
+        int64_t &expert = routes.chosen[row];
+        expert -= layer.first;
+        if (expert < 0 || expert >= layer.own) expert = -1;
+        else ++routes.rows[expert];
+    }
     return routes;
 }
 
 // Puts the rows together by expert, in the order of the `passed` experts that some row passes.
 void put_together(deltic_pool *pool, const deltic_moe_layer &layer, const Routes &routes, int64_t passed,
                   int64_t rows) {
-    auto *next = scratch_of<int64_t>(pool, kNext, layer.experts);
+    auto *next = scratch_of<int64_t>(pool, kNext, layer.own);
     int64_t start = 0;
     for (int64_t place = 0; place < passed; ++place) {
         next[routes.order[place]] = routes.starts[place] = start;
@@ -87,6 +94,7 @@ void put_together(deltic_pool *pool, const deltic_moe_layer &layer, const Routes
     }
     routes.starts[passed] = start;
     for (int64_t row = 0; row < rows; ++row) {
+        if (routes.chosen[row] < 0) continue;
         routes.places[row] = next[routes.chosen[row]]++;
         routes.tokens[routes.places[row]] = row / layer.per_token;
     }
@@ -103,23 +111,39 @@ void predict(deltic_pool *pool, Visit &visit, const deltic_moe_layer &next, cons
     visit.predict(next.stored, chosen, rows);
 }
 
-// The tokens' sums, [tokens, hidden]; out: what each row gave, those of the shared expert last.
+// The slice of an expert: the ends of slices ascend.
+int64_t slice_of(const int64_t *ends, int64_t expert) {
+    int64_t slice = 0;
+    while (ends[slice] <= expert) ++slice;
+    return slice;
+}
+
+// The tokens' sums, [tokens, hidden]; out: what each row gave, those of the slices of the shared expert last.
 void add_up(deltic_pool *pool, const deltic_moe_layer &layer, const Routes &routes, const float *logits,
             const float *out, int64_t tokens, int64_t hidden, float *y) {
+    constexpr int64_t kColumns = 256;  // that are added up at a time, so that the slices' sums stay in the first cache
     const float *shared = layer.shared ? out + tokens * layer.per_token * hidden : nullptr;
-    parallel(pool, (tokens + 7) / 8, [&](int64_t piece, int) {
-        for (int64_t token = piece * 8; token < tokens && token < piece * 8 + 8; ++token) {
-            float *sum = y + token * hidden;
-            std::fill_n(sum, hidden, 0.0f);
-            for (int64_t k = token * layer.per_token; k < (token + 1) * layer.per_token; ++k) {
-                const float *from = out + routes.places[k] * hidden;
-                float share = routes.shares[k];
-                for (int64_t i = 0; i < hidden; ++i) sum[i] += share * from[i];
-            }
-            if (!shared) continue;
-            float gate = sigmoid(logits[token * (layer.experts + 1) + layer.experts]);
-            for (int64_t i = 0; i < hidden; ++i) sum[i] += gate * shared[token * hidden + i];
+    int64_t ends[DELTIC_SLICES], slices = layer.slices, pieces = (hidden + kColumns - 1) / kColumns;
+    find_ends(0, layer.own, 1, slices, ends);
+    parallel(pool, tokens * pieces, [&](int64_t piece, int) {
+        int64_t token = piece / pieces, first = piece % pieces * kColumns, count = std::min(hidden - first, kColumns);
+        float sums[DELTIC_SLICES][kColumns];
+        for (int64_t slice = 0; slice < slices; ++slice) std::fill_n(sums[slice], count, 0.0f);
+        for (int64_t k = token * layer.per_token; k < (token + 1) * layer.per_token; ++k) {
+            if (routes.chosen[k] < 0) continue;
+            const float *from = out + routes.places[k] * hidden + first;
+            float share = routes.shares[k], *sum = sums[slice_of(ends, routes.chosen[k])];
+            for (int64_t i = 0; i < count; ++i) sum[i] += share * from[i];
         }
+        float gate = shared ? sigmoid(logits[token * (layer.experts + 1) + layer.experts]) : 0;
+        for (int64_t slice = 0; shared && slice < slices; ++slice) {
+            const float *from = shared + (slice * tokens + token) * hidden + first;
+            for (int64_t i = 0; i < count; ++i) sums[slice][i] += gate * from[i];
+        }
+        for (int64_t step = 1; step < slices; step *= 2)
+            for (int64_t slice = 0; slice < slices; slice += 2 * step)
+                for (int64_t i = 0; i < count; ++i) sums[slice][i] += sums[slice + step][i];
+        std::copy_n(sums[0], count, y + token * hidden + first);
     });
 }
 
@@ -135,20 +159,21 @@ void moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_lay
     int64_t passed = 0;
     if (layer.store) passed = visit.emplace(layer.store, layer.stored, routes.rows, tokens, routes.order).count();
     else
-        for (int64_t expert = 0; expert < layer.experts; ++expert)
+        for (int64_t expert = 0; expert < layer.own; ++expert)
             if (routes.rows[expert]) routes.order[passed++] = expert;
     put_together(pool, layer, routes, passed, rows);
     if (layer.store && layer.next && tokens <= kPredicted) predict(pool, *visit, *layer.next, x, tokens);
 
-    const deltic_expert &shared = layer.expert[layer.experts];
-    int64_t both = layer.store ? 2 * visit->inner() : rows_of(layer.expert[0].gate_up);
+    const deltic_expert &shared = layer.expert[layer.own];
+    int64_t both = layer.store ? 2 * visit->inner() : passed ? rows_of(layer.expert[0].gate_up) : 0;
     int64_t shared_both = layer.shared ? rows_of(shared.gate_up) : 0;
-    int64_t most = std::min(rows, std::max(kTogether, *std::max_element(routes.rows, routes.rows + layer.experts)));
+    int64_t largest = layer.own ? *std::max_element(routes.rows, routes.rows + layer.own) : 0;
+    int64_t most = std::min(rows, std::max(kTogether, largest));
     float *wide = scratch_of<float>(pool, kWide, most * both + tokens * shared_both);
     float *gated = scratch_of<float>(pool, kGated, (most * both + tokens * shared_both) / 2);
-    float *out = scratch_of<float>(pool, kOut, (rows + (layer.shared ? tokens : 0)) * hidden);
+    float *out = scratch_of<float>(pool, kOut, (rows + (layer.shared ? layer.slices * tokens : 0)) * hidden);
     // first into the experts, then out of them
-    auto *in = scratch_of<Product>(pool, kProducts, 2 * (layer.experts + 1)), *back = in + layer.experts + 1;
+    auto *in = scratch_of<Product>(pool, kProducts, 2 * (layer.own + 1)), *back = in + layer.own + 1;
     int64_t count = 0;
     auto pass = [&](const deltic_expert &expert, const int64_t *whose, int64_t of, int64_t start, int64_t wide_start) {
         in[count] = {&expert.gate_up, x, whose, of, wide + wide_start, rows_of(expert.gate_up)};
@@ -164,7 +189,10 @@ void moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_lay
                  (start - first) * both);
         }
         int64_t routed = count, many = routes.starts[end] - first;
-        if (with_shared) pass(shared, nullptr, tokens, rows, most * both);
+        if (with_shared) {
+            pass(shared, nullptr, tokens, rows, most * both);
+            back[routed].apart = tokens * hidden;
+        }
         linear_many(pool, in, count);
         if (many) kernels(pool).silu_mul(pool, wide, gated, many, both / 2);
         if (with_shared)
@@ -177,7 +205,7 @@ void moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_lay
     // of those that are there as many as fit together, but one at least
     int64_t done = 0, ready = visit ? visit->resident() : passed;
     bool with_shared = layer.shared;
-    while (done < passed) {
+    while (done < passed || with_shared) {
         int64_t end = done;
         while (end < ready && (end == done || routes.starts[end + 1] - routes.starts[done] <= kTogether)) ++end;
         if (end > done || with_shared) compute(done, end, with_shared);

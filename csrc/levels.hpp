@@ -12,6 +12,7 @@ struct Product {
     int64_t count;
     float *y;
     int64_t stride;
+    int64_t apart = 0;                 // numbers from a slice's y to the next one's; 0: slices are added in pairs
     bool fine = false, again = false;  // as of linear_fine
 };
 

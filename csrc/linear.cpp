@@ -3,6 +3,8 @@
 // A token's result is built from its own numbers in one order, whatever its tile is: groups of 32 columns one after
 // another, exact integer sums inside, one `fma` per scale. Weights stream through once per tile; a panel stays in the
 // second-level cache while all tiles pass.
+#include <bit>
+
 #include "formats.hpp"
 #include "levels.hpp"
 #include "matrix.hpp"
@@ -259,6 +261,8 @@ void fill_tile(const Product &product, int64_t first, int64_t columns, int token
 
 template <int T> struct Sums {
     Floats of[T];
+
+    DELTIC_INLINE Sums sums() const { return *this; }
 };
 
 // Sums of 16 rows in registers.
@@ -274,25 +278,29 @@ template <int T> struct Rows {
     }
 };
 
+// What a range of columns is added to a total with: its first and its end, in blocks of the packed matrix. Weights are
+// fetched into the second-level cache `ahead` bytes before they are needed.
+struct Range {
+    int64_t begin, end, ahead;
+};
+
 // Weights that are one number per row and column; `Load` makes them Floats.
 template <int T, typename Number, Floats Load(const Number *)>
-Sums<T> times_floats(const uint8_t *panel, const int32_t *tile, int64_t columns) {
-    Sums<T> total = {};
-    const int64_t ahead = fetch_ahead();
-    for (int64_t k = 0; k < columns; ++k) {
+DELTIC_INLINE void times_floats(const uint8_t *panel, const int32_t *tile, int64_t, Range range, Sums<T> &total) {
+    const int64_t ahead = range.ahead;
+    for (int64_t k = range.begin; k < range.end; ++k) {
         const Number *numbers = (const Number *)panel + kPanel * k;
         __builtin_prefetch((const uint8_t *)numbers + ahead, 0, 2);
         Floats w = Load(numbers);
 #pragma GCC unroll 12
         for (int t = 0; t < T; ++t) total.of[t] = fma(w, splat(std::bit_cast<float>(tile[k * T + t])), total.of[t]);
     }
-    return total;
 }
 
-template <int T> Sums<T> times_bf16(const uint8_t *panel, const int32_t *tile, int64_t columns) {
-    Rows<T> total;
-    const int64_t ahead = fetch_ahead();
-    for (int64_t k = 0; k < (columns + 1) / 2; ++k) {
+template <int T>
+DELTIC_INLINE void times_bf16(const uint8_t *panel, const int32_t *tile, int64_t, Range range, Rows<T> &total) {
+    const int64_t ahead = range.ahead;
+    for (int64_t k = range.begin; k < range.end; ++k) {
         const uint8_t *pairs = panel + 64 * k;
         __builtin_prefetch(pairs + ahead, 0, 2);
 #if defined(__AVX512BF16__)
@@ -314,7 +322,6 @@ template <int T> Sums<T> times_bf16(const uint8_t *panel, const int32_t *tile, i
             }
 #endif
     }
-    return total.sums();
 }
 
 // Groups with a scale of their own among 32 columns.
@@ -422,13 +429,14 @@ template <int64_t Bytes> DELTIC_INLINE void fetch(const uint8_t *from) {
     for (int64_t at = 0; at < Bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
 }
 
-template <class Format, int T> Sums<T> times_int8(const uint8_t *panel, const int32_t *memory, int64_t columns) {
+template <class Format, int T>
+DELTIC_INLINE void times_int8(const uint8_t *panel, const int32_t *memory, int64_t columns, Range range,
+                              Rows<T> &total) {
     constexpr int kGroups = Format::kWeights / 32;
     constexpr int64_t kStep = Format::kBytes / kGroups;
-    const int64_t ahead = fetch_ahead();
+    const int64_t ahead = range.ahead;
     Int8Tile tile(memory, columns, T);
-    Rows<T> total;
-    for (int64_t b = 0; b < columns / Format::kWeights; ++b) {
+    for (int64_t b = range.begin; b < range.end; ++b) {
         const uint8_t *data = panel + b * Format::kBytes;
         Rows<T> sum;
         auto add = [&](int g, int part) DELTIC_INLINE_LAMBDA {
@@ -456,17 +464,17 @@ template <class Format, int T> Sums<T> times_int8(const uint8_t *panel, const in
                 total.of[part][t] = fma(splat<Native>(tile.scales[b * T + t]), sum.of[part][t], total.of[part][t]);
         }
     }
-    return total.sums();
 }
 
 // Activations of kInt8Fine.
-template <class Format, int T> Sums<T> times_fine(const uint8_t *panel, const int32_t *memory, int64_t columns) {
+template <class Format, int T>
+DELTIC_INLINE void times_fine(const uint8_t *panel, const int32_t *memory, int64_t columns, Range range,
+                              Rows<T> &total) {
     constexpr int kGroups = Format::kWeights / 32;
     constexpr int64_t kStep = Format::kBytes / kGroups;
-    const int64_t ahead = fetch_ahead();
+    const int64_t ahead = range.ahead;
     Int8Tile tile(memory, columns, T);
-    Rows<T> total;
-    for (int64_t group = 0; group < columns / 32; ++group) {
+    for (int64_t group = range.begin * kGroups; group < range.end * kGroups; ++group) {
         const uint8_t *data = panel + group / kGroups * Format::kBytes;
         int g = int(group % kGroups);
         fetch<kStep>(data + g * kStep + ahead);
@@ -488,45 +496,110 @@ template <class Format, int T> Sums<T> times_fine(const uint8_t *panel, const in
             }
         }
     }
-    return total.sums();
 }
 
-template <int T> struct Float32 {
-    static constexpr auto times = times_floats<T, float, loadf>;
+// Weights and bytes of a block, and the sums that it is added to.
+template <int T, int Weights, int Bytes, class Sum> struct Multiply {
+    static constexpr int64_t kWeights = Weights, kBytes = Bytes;
+    using Total = Sum;
 };
-template <int T> struct Float16 {
-    static constexpr auto times = times_floats<T, uint16_t, load_half>;
+template <int T> struct Float32 : Multiply<T, 1, 64, Sums<T>> {
+    static constexpr auto add = times_floats<T, float, loadf>;
 };
-template <int T> struct Bfloat16 {
-    static constexpr auto times = times_bf16<T>;
+template <int T> struct Float16 : Multiply<T, 1, 32, Sums<T>> {
+    static constexpr auto add = times_floats<T, uint16_t, load_half>;
+};
+template <int T> struct Bfloat16 : Multiply<T, 2, 64, Rows<T>> {
+    static constexpr auto add = times_bf16<T>;
 };
 template <class Format> struct Int8 {
-    template <int T> struct Sized {
-        static constexpr auto times = times_int8<Format, T>;
+    template <int T> struct Sized : Multiply<T, Format::kWeights, Format::kBytes, Rows<T>> {
+        static constexpr auto add = times_int8<Format, T>;
     };
 };
 
 template <class Format> struct Fine {
-    template <int T> struct Sized {
-        static constexpr auto times = times_fine<Format, T>;
+    template <int T> struct Sized : Multiply<T, Format::kWeights, Format::kBytes, Rows<T>> {
+        static constexpr auto add = times_fine<Format, T>;
     };
 };
+
+// ---- Slices of columns.
+
+constexpr int kDepth = std::bit_width(unsigned(DELTIC_SLICES));  // of the tree in which slices are added
+
+// The columns of a matrix, and where the slices of each of `runs` runs of `width` end.
+struct Columns {
+    int64_t all, runs, width, slices, ends[DELTIC_SLICES];
+};
+
+// As slice_unit there.
+int64_t slice_unit(const deltic_matrix &matrix) {
+    if (block_shape(matrix.type).weights < 32) return 16;
+    return matrix.columns % 256 == 0 ? 256 : 32;
+}
+
+Columns columns_of(const deltic_weight &weight, const deltic_matrix &matrix) {
+    Columns columns{matrix.columns, 1, matrix.columns, 1, {matrix.columns}};
+    if (!weight.slices) return columns;
+    int64_t unit = slice_unit(matrix), width = weight.runs > 1 ? matrix.columns / weight.runs : matrix.columns;
+    columns.slices = weight.slices;
+    if (width == matrix.columns || width % unit == 0) {
+        columns.runs = matrix.columns / width;
+        columns.width = width;
+    } else {
+        unit = matrix.columns;  // slices would end within units: the first one has all columns
+    }
+    find_ends(0, columns.width, unit, weight.slices, columns.ends);
+    return columns;
+}
+
+// The columns of a slice in one of the runs. Where there are several, what comes next lies elsewhere.
+template <class Times> DELTIC_INLINE Range range_of(const Columns &columns, int64_t slice, int64_t run) {
+    auto start = [&](int64_t of, int64_t in) { return in * columns.width + (of ? columns.ends[of - 1] : 0); };
+    int64_t begin = start(slice, run), end = run * columns.width + columns.ends[slice], ahead = fetch_ahead();
+    if (columns.runs > 1) {
+        int64_t next = run + 1 < columns.runs ? start(slice, run + 1) : start(slice + 1, 0);
+        if (slice + 1 < columns.slices || run + 1 < columns.runs)
+            ahead = (next - begin) / Times::kWeights * Times::kBytes;
+    }
+    return {begin / Times::kWeights, (end + Times::kWeights - 1) / Times::kWeights, ahead};
+}
 
 // ---- All panels times all tiles.
 
 // A kernel for one size of tiles: writes rows `rows` (at most 16) of the panel for its tokens.
-using Kernel = void (*)(const uint8_t *panel, const int32_t *tile, int64_t columns, float *y, int64_t stride,
-                        int64_t rows);
+using Kernel = void (*)(const uint8_t *panel, const int32_t *tile, const Columns &columns, float *y, int64_t stride,
+                        int64_t apart, int64_t rows);
 
-template <int T, Sums<T> Times(const uint8_t *, const int32_t *, int64_t)>
-void write(const uint8_t *panel, const int32_t *tile, int64_t columns, float *y, int64_t stride, int64_t rows) {
-    Sums<T> sums = Times(panel, tile, columns);
+template <int T> DELTIC_INLINE void store_rows(const Sums<T> &sums, float *y, int64_t stride, int64_t rows) {
     for (int t = 0; t < T; ++t) {
         if (rows == kPanel)
             store(y + t * stride, sums.of[t]);
         else
             store_part(y + t * stride, sums.of[t], rows);
     }
+}
+
+template <int T, class Times>
+void write(const uint8_t *panel, const int32_t *tile, const Columns &columns, float *y, int64_t stride, int64_t apart,
+           int64_t rows) {
+    Sums<T> pending[kDepth], sums;  // pending: subtrees that wait for their neighbour, by their depth
+    for (int64_t slice = 0; slice < columns.slices; ++slice) {
+        typename Times::Total total = {};
+        for (int64_t run = 0; run < columns.runs; ++run)
+            Times::add(panel, tile, columns.all, range_of<Times>(columns, slice, run), total);
+        sums = total.sums();
+        if (apart) {
+            store_rows(sums, y + slice * apart, stride, rows);
+            continue;
+        }
+        int depth = 0;
+        for (; slice >> depth & 1; ++depth)
+            for (int t = 0; t < T; ++t) sums.of[t] = pending[depth].of[t] + sums.of[t];
+        pending[depth] = sums;
+    }
+    if (!apart) store_rows(sums, y, stride, rows);
 }
 
 struct KernelSet {
@@ -536,7 +609,7 @@ struct KernelSet {
 
 // The kernel of tiles of T tokens, if the level has tiles that large.
 template <int T, template <int> class Times> constexpr Kernel sized() {
-    if constexpr (T <= kTile) return write<T, Times<T>::times>;
+    if constexpr (T <= kTile) return write<T, Times<T>>;
     return nullptr;
 }
 template <template <int> class Times> constexpr KernelSet kernel_set(Form form) {
@@ -585,6 +658,7 @@ struct Input {
 // The work on one matrix.
 struct Part {
     deltic_matrix matrix;
+    Columns columns;
     KernelSet kernels;
     const int32_t *tiles;
     int64_t product, panel_bytes, panels_per_piece, first_piece, first_row;
@@ -610,8 +684,8 @@ void run_piece(const Part &part, const Product &product, int64_t piece) {
         float *column = product.y + part.first_row + panel * kPanel;
         for (int64_t first = 0; first < product.count;) {
             int size = tile_of(product.count - first);
-            part.kernels.of[size](weights, part.tiles + first * words, matrix.columns, column + first * product.stride,
-                                  product.stride, rows);
+            part.kernels.of[size](weights, part.tiles + first * words, part.columns, column + first * product.stride,
+                                  product.stride, product.apart, rows);
             first += size;
         }
     }
@@ -643,7 +717,8 @@ void multiply(deltic_pool *pool, const Product *products, int64_t count, Input *
             KernelSet set = kernels_for(matrix.type, columns, product.fine);
             int64_t bytes = panel_bytes(matrix), together = bytes * tiles < kPiece ? kPiece / (bytes * tiles) : 1;
             inputs[i].forms |= 1u << set.form;
-            parts[matrices++] = {matrix, set, nullptr, i, bytes, together, pieces, row};
+            parts[matrices++] = {matrix, columns_of(*product.weight, matrix), set,    nullptr, i,
+                                 bytes,  together,                            pieces, row};
             pieces += (panels_of(matrix.rows) + together - 1) / together;
             row += matrix.rows;
         }
@@ -683,7 +758,7 @@ void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weig
 void linear_fine(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y,
                  int64_t stride, bool again) {
     if (!tokens) return;
-    Product product{&weight, x, nullptr, tokens, y, stride, true, again};
+    Product product{&weight, x, nullptr, tokens, y, stride, 0, true, again};
     Input input;
     Part parts[4];
     multiply(pool, &product, 1, &input, parts);

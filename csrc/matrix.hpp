@@ -56,4 +56,16 @@ static inline int64_t rows_of(const deltic_weight &weight) {
     return rows;
 }
 
+// As slice_ends in deltic/ops/slices.py, from column `first` on.
+static inline void find_ends(int64_t first, int64_t columns, int64_t unit, int64_t count, int64_t *ends) {
+    if (count == 1) {
+        *ends = first + columns;
+        return;
+    }
+    int64_t half = ((columns + unit - 1) / unit + 1) / 2 * unit;
+    if (half > columns) half = columns;
+    find_ends(first, half, unit, count / 2, ends);
+    find_ends(first + half, columns - half, unit, count / 2, ends + count / 2);
+}
+
 }  // namespace deltic

@@ -22,6 +22,7 @@ from deltic.ops import Ops
 from deltic.ops.encoder import Affine, LayerNorm, Scene, VisionWeights
 from deltic.ops.noise import gumbel
 from deltic.ops.quantized import QTensor
+from deltic.ops.slices import SLICES, expert_slices, slice_products, tree_sum, unpacked
 from deltic.ops.types import (
     PAGE,
     RING,
@@ -53,6 +54,8 @@ UNIT_EPS = 1e-6
 """Added to the squared length of queries and keys of the delta rule, as the checkpoints were trained."""
 HEALTHY_SPREAD = 1e-6
 """Logits that differ by less are a constant: no model says that."""
+_WHOLE = 64
+"""Rows and numbers of which none is left over when libraries take several at a time."""
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -66,28 +69,37 @@ def each_token(function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
     return torch.stack([function(*token) for token in zip(*columns, strict=True)]) if len(columns[0]) else columns[0]
 
 
+def pointwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The function of every number of x, with the same bits in a tensor of any shape: the last numbers of a tensor are
+    not computed in vectors, and round differently."""
+    flat = x.reshape(-1)
+    return function(functional.pad(flat, (0, -len(flat) % _WHOLE)))[:len(flat)].reshape(x.shape)
+
+
 def project(x: Tensor, weight: Weight) -> Tensor:
     """x [T, in], weight [out, in] -> [T, out] in the wide dtype."""
     if isinstance(weight, tuple):
         return torch.cat([project(x, block) for block in weight], dim=-1)
     plain = unpacked(weight)
-    matrix, result = plain.to(wide(x)), x.new_empty(len(x), len(weight), dtype=wide(x))
+    # More rows: the library adds in another order in rows that are left over.
+    matrix = functional.pad(plain.to(wide(x)), (0, 0, 0, -len(plain) % _WHOLE))
+    result = x.new_empty(len(x), len(weight), dtype=wide(x))
     for token, vector in enumerate(x.to(wide(x))):
         # A copy has the same alignment for every token, on which the library's order of additions depends.
-        result[token] = matrix @ vector.clone()
+        result[token] = (matrix @ vector.clone())[:len(plain)]
     return result
-
-
-def unpacked(weight: Block) -> Tensor:
-    """The matrix that another backend may have packed."""
-    if isinstance(weight, QTensor):
-        return weight.dequantize()
-    return weight.to_dense() if weight.is_mkldnn else weight
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """x [T, in], weight [out, in] or row blocks of it -> x weightᵀ [T, out] in x's dtype."""
     return project(x, weight).to(x.dtype)
+
+
+def row_parallel(x: Tensor, weight: Weight, shards: int = 1, runs: int = 1) -> Tensor:
+    """x [T, in], weight [out, in] -> x weightᵀ [T, out], in the order of `ops.slices`: in x's dtype, or of one of
+    several shards in the wide dtype."""
+    total = tree_sum(slice_products(project, x, weight, shards, runs))
+    return total.to(x.dtype) if shards == 1 else total
 
 
 def rms_norm(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
@@ -125,25 +137,36 @@ def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float)
 
 def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
     """x [T, H] -> down(silu(gate) * up) [T, H]."""
+    return row_parallel(_gated(x, weights), weights.down, weights.shards)
+
+
+def _gated(x: Tensor, weights: MlpWeights) -> Tensor:
     gate, up = linear(x, weights.gate_up).to(wide(x)).chunk(2, dim=-1)
-    return linear((each_token(functional.silu, gate) * up).to(x.dtype), weights.down)
+    return (each_token(silu, gate) * up).to(x.dtype)
 
 
 def moe(x: Tensor, weights: MoeWeights) -> Tensor:
-    """x [T, H] -> the sum of each token's experts [T, H], of which the best comes first and the shared one last."""
+    """x [T, H] -> the sum of each token's experts [T, H]. The best expert of a slice comes first, the shared expert's
+    slice last."""
     assert isinstance(weights.experts, tuple)
-    logits, count = project(x, weights.router), len(weights.experts)
-    result = torch.empty_like(x)
+    logits = project(x, weights.router)
+    count, places = logits.shape[1] - (weights.shared is not None), expert_slices(len(weights.experts), weights.shards)
+    result = torch.empty_like(x) if weights.shards == 1 else torch.empty_like(x, dtype=wide(x))
     for token in range(len(x)):
         chances = torch.softmax(logits[token, :count], dim=-1)
         best = ranked(chances)[:weights.per_token]
         shares = chances[best] / chances[best].sum() if weights.normalised else chances[best]
-        own, total = x[token:token + 1], torch.zeros(x.shape[1:], dtype=logits.dtype, device=x.device)
-        for share, expert in zip(shares, best.tolist(), strict=True):
-            total += share * mlp(own, weights.experts[expert])[0]
+        own = x[token:token + 1]
+        parts = [torch.zeros(x.shape[1:], dtype=wide(x), device=x.device) for _ in range(SLICES // weights.shards)]
+        for share, expert in zip(shares, (best - weights.first).tolist(), strict=True):
+            if 0 <= expert < len(weights.experts):
+                gated = _gated(own, weights.experts[expert])
+                parts[places[expert]] += share * linear(gated, weights.experts[expert].down)[0]
         if weights.shared is not None:
-            total += torch.sigmoid(logits[token, count]) * mlp(own, weights.shared)[0]
-        result[token] = total
+            products = slice_products(project, _gated(own, weights.shared), weights.shared.down, weights.shards)
+            for part, product in zip(parts, products, strict=True):
+                part += sigmoid(logits[token, count]) * product[0]
+        result[token] = tree_sum(parts)
     return result
 
 
@@ -175,7 +198,7 @@ def short_conv(ring: Tensor, chunk: Tensor, done: int, weight: Tensor) -> Tensor
             if position >= 0:
                 source = chunk[position - done] if position >= done else ring[position % len(ring)]
                 total = total + taps[:, tap] * source.to(wide(chunk))
-        result[token] = functional.silu(total).to(chunk.dtype)
+        result[token] = silu(total).to(chunk.dtype)
     return result
 
 
@@ -345,18 +368,24 @@ def _split_heads(mixed: Tensor, spec: GdnSpec) -> tuple[Tensor, Tensor, Tensor]:
 
 def decay_gate(a: Tensor, decay: Tensor, dt_bias: Tensor) -> Tensor:
     """a, decay, dt_bias [Hv] -> exp(decay * softplus(a + dt_bias)) in a's wide dtype; decay is -exp(A_log)."""
-    return torch.exp(decay.to(wide(a)) * functional.softplus(a.to(wide(a)) + dt_bias.to(wide(a))))
+    steps = pointwise(functional.softplus, a.to(wide(a)) + dt_bias.to(wide(a)))
+    return pointwise(torch.exp, decay.to(wide(a)) * steps)
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """Of any shape; in the wide dtype."""
-    return torch.sigmoid(x.to(wide(x)))
+    return pointwise(torch.sigmoid, x.to(wide(x)))
+
+
+def silu(x: Tensor) -> Tensor:
+    """Of any shape; in the wide dtype."""
+    return pointwise(functional.silu, x.to(wide(x)))
 
 
 def gated_norm(x: Tensor, gate: Tensor, scale: Tensor, eps: float) -> Tensor:
     """x, gate [..., D], scale [D] -> rms_norm(x) * silu(gate), rounded once to x's dtype."""
     normalised = rms_norm(x.to(wide(x)), scale, eps)
-    return (normalised * functional.silu(gate.to(wide(x)))).to(x.dtype)
+    return (normalised * silu(gate)).to(x.dtype)
 
 
 def load_state(state: StateView, slot: int, ring: int, base: int, done: int) -> tuple[Tensor, Tensor]:
@@ -434,7 +463,8 @@ def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) ->
     Written for each row: the target slot, unless it stays as of `base`; with append, the chunk's ring entries; each
     emit slot. Ring entries are not rounded, so a replayed state has the bits of the plain recurrence.
     """
-    return linear(gdn_core(linear(x, weights.in_proj), weights, state, batch), weights.out_proj)
+    mixed = gdn_core(linear(x, weights.in_proj), weights, state, batch)
+    return row_parallel(mixed, weights.out_proj, weights.shards, weights.spec.value_runs)
 
 
 # Gated attention
@@ -597,10 +627,12 @@ def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Bat
         keys, values = (_read_context(pool, batch.pages[index], row.done + row.chunk)
                         for pool in (kv.keys, kv.values))
         for end, token in enumerate(range(row.tokens.start, row.tokens.stop), row.done + 1):
-            output[token] = attention(query[token], keys[:end], values[:end])
+            # K/V heads one by one: the sums of one do not depend on the number of others
+            output[token] = torch.cat([attention(part, keys[:end, head:head + 1], values[:end, head:head + 1])
+                                       for head, part in enumerate(query[token].chunk(weights.spec.kv_heads))])
     if gate is not None:
         output = (output.to(wide(x)) * each_token(sigmoid, gate)).to(x.dtype)
-    return linear(output.flatten(1), weights.o_proj)
+    return row_parallel(output.flatten(1), weights.o_proj, weights.shards)
 
 
 # Sampling

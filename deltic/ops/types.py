@@ -250,6 +250,12 @@ class GdnSpec:
         """C: the convolution's channels, ordered query, key, value."""
         return 2 * self.keys + self.values
 
+    @property
+    def value_runs(self) -> int:
+        """Runs of value heads that belong to the key heads in order, so that a slice of key heads has a range of
+        each."""
+        return self.value_heads // self.key_heads if self.tiled else 1
+
 
 @dataclass(frozen=True, slots=True)
 class GdnWeights:

@@ -29,8 +29,10 @@ from deltic.ops.cpu.library import (
     step_batch,
 )
 from deltic.ops.quantized import QTensor, pack_tensor
+from deltic.ops.slices import SLICES
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import linear as torch_linear
+from deltic.ops.torch.basic import row_parallel as torch_row_parallel
 from deltic.ops.torch.gdn import core as torch_core
 from deltic.ops.torch.sample import CANDIDATES, changed
 from deltic.ops.types import (
@@ -61,17 +63,31 @@ def packed(weight: Weight) -> bool:
     return all(isinstance(block, QTensor) for block in (weight if isinstance(weight, tuple) else (weight,)))
 
 
-def native_weight(weight: Weight) -> LinearWeight:
-    """Returns the struct of a packed weight; borrows its data."""
+def native_weight(weight: Weight, slices: int = 0, runs: int = 1) -> LinearWeight:
+    """Returns the struct of a packed weight; borrows its data. slices, runs: as in `column_slices`; 0: not sliced."""
     blocks: tuple[Any, ...] = weight if isinstance(weight, tuple) else (weight,)
-    return LinearWeight(len(blocks), (MatrixStruct * 4)(*(block.matrix for block in blocks)))
+    return LinearWeight(len(blocks), (MatrixStruct * 4)(*(block.matrix for block in blocks)), slices, runs)
+
+
+def sliced_weight(weight: Weight, shards: int, runs: int = 1) -> LinearWeight:
+    """Returns the struct of a packed weight whose columns are split over shards."""
+    return native_weight(weight, SLICES // shards, runs)
 
 
 def linear(pool: ThreadPool, x: Tensor, weight: Weight) -> Tensor:
     """x [T, in] times the transpose of weight [out, in] -> [T, out] float32."""
+    return _multiply(pool, x, native_weight(weight)) if packed(weight) else torch_linear(x, weight).float()
+
+
+def row_parallel(pool: ThreadPool, x: Tensor, weight: Weight, shards: int, runs: int = 1) -> Tensor:
+    """As `linear`, in the order of `ops.slices` -> [T, out] in x's dtype, or float32 with several shards."""
     if not packed(weight):
-        return torch_linear(x, weight).float()
-    struct = native_weight(weight)
+        return torch_row_parallel(x, weight, shards, runs)
+    out = _multiply(pool, x, sliced_weight(weight, shards, runs))
+    return out.to(x.dtype) if shards == 1 else out
+
+
+def _multiply(pool: ThreadPool, x: Tensor, struct: LinearWeight) -> Tensor:
     wide = x.float().contiguous()
     out = torch.empty(len(x), sum(part.rows for part in struct.parts[:struct.count]))
     pool.call(library().deltic_linear, address(wide), len(x), byref(struct), address(out))
@@ -94,21 +110,25 @@ def add_norm(
 def mlp(pool: ThreadPool, x: Tensor, weights: MlpWeights) -> Tensor:
     if x.dtype not in KINDS or not packed(weights.gate_up) or not packed(weights.down):
         return TORCH.mlp(x, weights)
-    gate_up, down, wide = native_weight(weights.gate_up), native_weight(weights.down), x.float().contiguous()
-    out = torch.empty(len(x), down.parts[0].rows)
+    gate_up, down = native_weight(weights.gate_up), sliced_weight(weights.down, weights.shards)
+    wide, out = x.float().contiguous(), torch.empty(x.shape)
     pool.call(library().deltic_mlp, address(wide), len(x), byref(gate_up), byref(down), address(out))
-    return out.to(x.dtype)
+    return out.to(x.dtype) if weights.shards == 1 else out
 
 
 def moe_layer(weights: MoeWeights) -> MoeLayer:
     """Returns the layer's struct; borrows the weights."""
     pooled = weights.experts if isinstance(weights.experts, ExpertPool) else None
     count = len(weights.experts)
-    experts = (Expert * (count + 1))()
-    for place, part in enumerate(weights.parts, count if pooled else 0):
-        experts[place] = Expert(native_weight(part.gate_up), native_weight(part.down))
-    return MoeLayer(native_weight(weights.router), experts, count, weights.per_token, weights.shared is not None,
-                    weights.normalised, pooled and pooled.store.address, pooled.layer if pooled else 0)
+    experts, router, shared = (Expert * (count + 1))(), native_weight(weights.router), weights.shared
+    if not isinstance(weights.experts, ExpertPool):
+        experts[:count] = [Expert(native_weight(part.gate_up), native_weight(part.down)) for part in weights.experts]
+    if shared is not None:
+        experts[count] = Expert(native_weight(shared.gate_up), sliced_weight(shared.down, weights.shards))
+    rows = sum(part.rows for part in router.parts[:router.count])
+    return MoeLayer(router, experts, rows - (shared is not None), weights.per_token, weights.first, count,
+                    SLICES // weights.shards, shared is not None, weights.normalised, pooled and pooled.store.address,
+                    pooled.layer if pooled else 0)
 
 
 def moe(pool: ThreadPool, x: Tensor, weights: MoeWeights) -> Tensor:
@@ -117,7 +137,7 @@ def moe(pool: ThreadPool, x: Tensor, weights: MoeWeights) -> Tensor:
     layer, wide = moe_layer(weights), x.float().contiguous()
     out = torch.empty(x.shape)
     pool.call(library().deltic_moe, address(wide), len(x), byref(layer), address(out))
-    return out.to(x.dtype)
+    return out.to(x.dtype) if weights.shards == 1 else out
 
 
 def moe_weights(weights: MoeWeights) -> list[Weight]:
@@ -132,8 +152,8 @@ def head(pool: ThreadPool, x: Tensor, weight: Weight) -> Tensor:
 def gdn_layer(weights: GdnWeights, conv: Tensor, projections: bool = False) -> GdnLayer:
     """Returns the layer's struct; borrows the tensors. conv [channels, kernel] float32."""
     spec = weights.spec
-    into, out = ((native_weight(weights.in_proj), native_weight(weights.out_proj)) if projections
-                 else (LinearWeight(), LinearWeight()))
+    into, out = ((native_weight(weights.in_proj), sliced_weight(weights.out_proj, weights.shards, spec.value_runs))
+                 if projections else (LinearWeight(), LinearWeight()))
     return GdnLayer(into, out, address(conv), address(weights.decay), address(weights.dt_bias),
                     address(weights.norm), spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim,
                     spec.conv_kernel, spec.tiled, spec.eps)
@@ -159,12 +179,12 @@ def gdn_mixer(pool: ThreadPool, x: Tensor, weights: GdnWeights, state: StateView
     proj = linear(pool, x, weights.in_proj)
     if not wide_states((state,)):
         core = torch_core(proj.to(x.dtype), weights, state, batch)
-        return linear(pool, core, weights.out_proj).to(x.dtype)
+        return row_parallel(pool, core, weights.out_proj, weights.shards, weights.spec.value_runs)
     conv = weights.conv.float().contiguous()
     mixed = torch.empty(len(x), weights.spec.values)
     pool.call(library().deltic_gdn, byref(gdn_layer(weights, conv)), byref(slots(state)), step_batch(batch),
                                address(proj), address(mixed))
-    return linear(pool, mixed.to(x.dtype), weights.out_proj).to(x.dtype)
+    return row_parallel(pool, mixed.to(x.dtype), weights.out_proj, weights.shards, weights.spec.value_runs)
 
 
 def flush_delta_log(pool: ThreadPool, states: tuple[StateView, ...], source: int, log: int, base: int, done: int,
@@ -181,7 +201,7 @@ def flush_delta_log(pool: ThreadPool, states: tuple[StateView, ...], source: int
 def attention_layer(weights: AttentionWeights, projections: bool = False) -> AttentionLayer:
     """Returns the layer's struct; borrows the tensors."""
     spec = weights.spec
-    into, out = ((native_weight(weights.qkv), native_weight(weights.o_proj)) if projections
+    into, out = ((native_weight(weights.qkv), sliced_weight(weights.o_proj, weights.shards)) if projections
                  else (LinearWeight(), LinearWeight()))
     return AttentionLayer(into, out, address(weights.q_norm), address(weights.k_norm), address(weights.bias),
                           spec.heads, spec.kv_heads, spec.head_dim, spec.rotary_dim, spec.gate, spec.eps)
@@ -202,7 +222,7 @@ def attention_mixer(
         proj += weights.bias
     pool.call(library().deltic_attention, byref(attention_layer(weights)), byref(kv_pages(kv)), step_batch(batch),
                                      address(rope.cos), address(rope.sin), address(proj), address(mixed))
-    return linear(pool, mixed.to(x.dtype), weights.o_proj).to(x.dtype)
+    return row_parallel(pool, mixed.to(x.dtype), weights.o_proj, weights.shards)
 
 
 def store_kv(pool: ThreadPool, x: Tensor, weight: Weight, k_norm: Tensor | None, spec: AttentionSpec, kv: KvView,

@@ -23,7 +23,7 @@ from deltic.ops.types import PAGE, RING, Batch
 
 Result = TypeVar("Result")
 
-_COMPILED = {"deltic_abi": 15, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
+_COMPILED = {"deltic_abi": 16, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
 """Constants that the library must return, so that both sides agree on layouts."""
 _NO_MEMORY, _READ_FAILED = -1, -3
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
@@ -44,7 +44,7 @@ class MatrixStruct(Structure):
 class LinearWeight(Structure):
     """`deltic_weight`."""
 
-    _fields_ = (("count", c_int64), ("parts", MatrixStruct * 4))
+    _fields_ = (("count", c_int64), ("parts", MatrixStruct * 4), ("slices", c_int64), ("runs", c_int64))
 
 
 class StepBatch(Structure):
@@ -102,7 +102,7 @@ class MoeLayer(Structure):
     """`deltic_moe_layer`."""
 
     _fields_ = (("router", LinearWeight), ("expert", POINTER(Expert)),
-                *_members(c_int64, "experts per_token shared normalised"),
+                *_members(c_int64, "experts per_token first own slices shared normalised"),
                 ("store", c_void_p), ("stored", c_int64), ("next", c_void_p))
 
 

@@ -20,6 +20,7 @@ from deltic.ops.cpu.kernels import (
     moe_weights,
     native_weight,
     packed,
+    sliced_weight,
     slots,
     wide_states,
 )
@@ -169,10 +170,11 @@ def _linear_layers(decoder: DecoderWeights) -> dict[str, list[Weight]]:
 
 
 def _fits(decoder: DecoderWeights, views: CacheViews) -> bool:
-    """True if all weights are packed, on the CPU, and caches have a dtype that the kernels know."""
+    """True if all weights are packed, on the CPU and of one shard, and caches have a dtype that the kernels know."""
     weights = [decoder.embedding, *(weight for group in _linear_layers(decoder).values() for weight in group)]
     kinds, dtypes = {view.keys.dtype for view in views.kv}, {view.conv.dtype for view in views.states}
     known = kinds <= KV_KINDS.keys() and dtypes <= KINDS.keys()
+    known &= all(layer.mixer.shards == layer.mlp.shards == 1 for layer in decoder.layers)
     return known and all(map(packed, weights)) and wide_states(views.states)
 
 
@@ -190,7 +192,7 @@ def _fill(struct: ModelLayer, layer: DecoderLayer, views: CacheViews, borrowed: 
     if isinstance(layer.mlp, MoeWeights):
         struct.moe = pointer(moe_layer(layer.mlp))
     else:
-        struct.gate_up, struct.down = native_weight(layer.mlp.gate_up), native_weight(layer.mlp.down)
+        struct.gate_up, struct.down = native_weight(layer.mlp.gate_up), sliced_weight(layer.mlp.down, 1)
     if isinstance(mixer, GdnWeights):
         views.states[layer.store].check_order(mixer.spec)
         conv = mixer.conv.float().contiguous()

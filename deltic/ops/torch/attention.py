@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.ops.kv import FP8, INT4, rotated, rotated_back, store, take, unpack
-from deltic.ops.torch.basic import linear, rms_norm
+from deltic.ops.torch.basic import linear, rms_norm, row_parallel
 from deltic.ops.types import PAGE, AttentionSpec, AttentionWeights, Batch, KvView, Rope, Weight
 
 _SHORT = 16384
@@ -33,7 +33,7 @@ def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Bat
         mixed = _attend(query if kv.keys.dtype == FP8 else query.to(kv.keys.dtype), kv, batch).to(x.dtype)
     if gate is not None:
         mixed = mixed * gate.sigmoid()
-    return linear(mixed.flatten(1), weights.o_proj)
+    return row_parallel(mixed.flatten(1), weights.o_proj, weights.shards)
 
 
 def store_kv(x: Tensor, weight: Weight, k_norm: Tensor | None, spec: AttentionSpec, kv: KvView, batch: Batch,

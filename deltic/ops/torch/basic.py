@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.ops.quantized import QTensor
+from deltic.ops.slices import SLICES, expert_slices, slice_products, tree_sum
 from deltic.ops.types import Block, MlpWeights, MoeWeights, Rope, RopeSpec, Weight
 
 
@@ -34,6 +35,20 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     return F.linear(x, weight)
 
 
+def row_parallel(x: Tensor, weight: Weight, shards: int = 1, runs: int = 1) -> Tensor:
+    """x [T, in], weight [out, in] -> x weightᵀ [T, out], in the order of `ops.slices`: in x's dtype, or of one of
+    several shards in float32."""
+    total = tree_sum(slice_products(_slice, x, weight, shards, runs))
+    return total.to(x.dtype) if shards == 1 else total
+
+
+def _slice(x: Tensor, weight: Block) -> Tensor:
+    """Returns the product of one slice in float32."""
+    assert isinstance(weight, Tensor)
+    product = F.linear(x, weight.to(x.dtype))
+    return product if x.dtype == torch.float64 else product.float()
+
+
 def embed(ids: Tensor, weight: Block, dtype: torch.dtype) -> Tensor:
     return (weight.lookup(ids) if isinstance(weight, QTensor) else F.embedding(ids, weight)).to(dtype)
 
@@ -51,26 +66,49 @@ def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float)
 
 
 def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
+    return row_parallel(_gated(x, weights), weights.down, weights.shards)
+
+
+def _gated(x: Tensor, weights: MlpWeights) -> Tensor:
     gate, up = linear(x, weights.gate_up).chunk(2, dim=-1)
-    return linear(F.silu(gate).mul_(up), weights.down)
+    return F.silu(gate).mul_(up)
 
 
 def moe(x: Tensor, weights: MoeWeights) -> Tensor:
     """Runs each expert once, on all tokens that pass it."""
     assert isinstance(weights.experts, tuple)
-    logits, count, most = head(x, weights.router), len(weights.experts), weights.per_token
+    logits, most = head(x, weights.router), weights.per_token
+    count = logits.shape[1] - (weights.shared is not None)
     probabilities, order = torch.softmax(logits[:, :count], dim=-1).sort(dim=-1, descending=True, stable=True)
     shares, chosen = probabilities[:, :most], order[:, :most]
     if weights.normalised:
         shares = shares / shares.sum(-1, keepdim=True)
-    passed = x.new_empty(len(x), most, x.shape[1])
+    chosen = chosen - weights.first
+    passed = x.new_zeros(len(x), most, x.shape[1])
     for expert in chosen.unique().tolist():
-        token, place = (chosen == expert).nonzero(as_tuple=True)
-        passed[token, place] = mlp(x[token], weights.experts[expert])
-    total = (passed * shares[..., None]).sum(1)
+        if 0 <= expert < len(weights.experts):
+            token, place = (chosen == expert).nonzero(as_tuple=True)
+            passed[token, place] = linear(_gated(x[token], weights.experts[expert]), weights.experts[expert].down)
+    parts = _sum_slices(passed, shares, chosen, weights)
     if weights.shared is not None:
-        total = total + torch.sigmoid(logits[:, count:]) * mlp(x, weights.shared)
-    return total.to(x.dtype)
+        gate = torch.sigmoid(logits[:, count:])
+        products = slice_products(_slice, _gated(x, weights.shared), weights.shared.down, weights.shards)
+        parts = [part + gate * product for part, product in zip(parts, products, strict=True)]
+    total = tree_sum(parts)
+    return total.to(x.dtype) if weights.shards == 1 else total
+
+
+def _sum_slices(passed: Tensor, shares: Tensor, chosen: Tensor, weights: MoeWeights) -> list[Tensor]:
+    """Returns the sum over the experts of each slice, best first. passed [T, K, H]: outputs of the experts; those of
+    other shards are 0."""
+    count = len(weights.experts)
+    slices = torch.tensor([*expert_slices(count, weights.shards), 0], device=chosen.device)
+    slices = slices[torch.where((chosen >= 0) & (chosen < count), chosen, count)]
+    sums = passed.new_zeros(SLICES // weights.shards, *passed[:, 0].shape, dtype=shares.dtype)
+    tokens = torch.arange(len(passed), device=chosen.device)
+    for place in range(passed.shape[1]):
+        sums[slices[:, place], tokens] += shares[:, place, None] * passed[:, place]
+    return list(sums)
 
 
 def head(x: Tensor, weight: Weight) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.ops import reference
-from deltic.ops.torch.basic import linear, put, rms_norm
+from deltic.ops.torch.basic import linear, put, rms_norm, row_parallel
 from deltic.ops.types import CHUNK, Batch, GdnSpec, GdnWeights, StateView
 
 
@@ -207,7 +207,8 @@ def _emit(recurrent: Tensor, before: dict[int, Tensor], updates: Tensor, terms: 
 
 
 def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
-    return linear(core(linear(x, weights.in_proj), weights, state, batch), weights.out_proj)
+    mixed = core(linear(x, weights.in_proj), weights, state, batch)
+    return row_parallel(mixed, weights.out_proj, weights.shards, weights.spec.value_runs)
 
 
 def core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
