@@ -21,6 +21,7 @@ from deltic.ops.cuda.driver import load_module, why_not_compiled
 from deltic.ops.cuda.kernel_config import (
     ADD,
     GATE,
+    PART,
     STORE,
     WHOLE_STATE_THREADS,
     Multiply,
@@ -42,6 +43,7 @@ from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sample import why_not as why_not_draw
 from deltic.ops.cuda.sliced_product import WHOLE, Split, split_of
 from deltic.ops.cuda.state_delta_log import NewDeltas, StateDeltaLog, gdn_arguments
+from deltic.ops.cuda.tensor_parallel import Part, Shared, alone
 from deltic.ops.reference import frequency_axis
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import frequencies
@@ -149,12 +151,21 @@ class DecodeStep:
             self.delta_log = StateDeltaLog(self._module, views, shapes.gdn, _MAX_ROWS)
         mixtures = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoeWeights)]
         self._experts = experts_of(self._module, shapes.experts, mixtures, self.blocks) if shapes.experts else None
-        self._offloaded = _offloaded_layers(decoder)
+        self._offloaded, self._shards = _offloaded_layers(decoder), shards_of(decoder)
         self.prefill = prefill.PrefillStep(self, shapes, self._device) if reads else None
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
+        launches = self.launches(batch)
+        return None if launches is None else alone(launches)
+
+    def launches(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]] | None:
+        """Returns the launches of a step of this device; None for a batch that is not served."""
         if batch.count is None:
-            return self.prefill(batch) if self.prefill and self.prefill.serves(batch) else None
+            return self.prefill.launches(batch) if self.prefill and self.prefill.serves(batch) else None
         tokens = batch.layout.tokens
         if tokens > _MAX_ROWS:
             return None
@@ -215,9 +226,9 @@ class DecodeStep:
 
     # Few tokens
 
-    def _gemv_rows(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _gemv_rows(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]]:
         buffers = self.begin(batch, "few")
-        logits = self.layers(buffers)
+        logits = yield from self.layers(buffers)
         self.end(buffers)
         if not batch.layout.hidden:
             return logits, None
@@ -225,7 +236,7 @@ class DecodeStep:
         self.normed(buffers.residual, None, self.decoder.norm, hidden)
         return logits, hidden
 
-    def layers(self, buffers: _DecodeBuffers) -> Tensor:
+    def layers(self, buffers: _DecodeBuffers) -> Shared[Tensor]:
         """Runs all layers on the residual of few tokens; returns the logits."""
         decoder, tokens, residual = self.decoder, buffers.batch.layout.tokens, buffers.residual
         stream, real = self.stream(few=True), _real(buffers.batch)
@@ -237,7 +248,7 @@ class DecodeStep:
         for layer in decoder.layers:
             self.multiply(_in_proj(layer), residual, layer.input_norm, proj, STORE)
             self.mix(layer, buffers, proj, _rows(_in_proj(layer)))
-            self._project_out(layer, buffers)
+            yield from self._project_out(layer, buffers)
             if isinstance(layer.mlp, MoeWeights):
                 self._add_experts(layer.mlp, layer.post_norm, residual, real)
             elif self._offloaded and layer.dense.pool and layer.dense.pool.layer in self._offloaded.hosted:
@@ -245,7 +256,7 @@ class DecodeStep:
             else:
                 with used(stream, layer.dense):
                     self.multiply(layer.dense.gate_up, residual, layer.post_norm, gated, GATE)
-                    self.multiply(layer.dense.down, gated, None, residual, ADD)
+                    yield from self._add(layer.dense.down, gated, residual, split_of(self._shards))
         self.multiply(decoder.head, residual, decoder.norm, logits, STORE)
         return logits
 
@@ -274,22 +285,33 @@ class DecodeStep:
         if buffers.new_deltas and self.delta_log:
             self.delta_log.end(buffers.batch, buffers.new_deltas)
 
-    def _project_out(self, layer: DecoderLayer, buffers: _DecodeBuffers) -> None:
+    def _add(self, weight: object, x: Tensor, residual: Tensor, split: Split) -> Shared[None]:
+        """Adds the product of few tokens x [T, columns] and a weight to the residual."""
+        if self._shards == 1:
+            return self.multiply(weight, x, None, residual, ADD, split)
+        part = torch.empty_like(residual)
+        self.multiply(weight, x, None, part, PART, split)
+        yield Part(part, residual)
+
+    def _project_out(self, layer: DecoderLayer, buffers: _DecodeBuffers) -> Shared[None]:
         """Adds the output projection of the mixer to the residual."""
-        mixer, weight = layer.mixer, _out_proj(layer)
+        mixer, weight, residual = layer.mixer, _out_proj(layer), buffers.residual
         if not isinstance(mixer, GdnWeights):
-            return self.multiply(weight, buffers.y, None, buffers.residual, ADD)
+            return (yield from self._add(weight, buffers.y, residual, split_of(self._shards)))
+        split = split_of(self._shards, mixer.spec)
         if not self.splits_heads(mixer.spec, buffers):
-            return self.multiply(weight, buffers.y, None, buffers.residual, ADD, split_of(1, mixer.spec))
+            return (yield from self._add(weight, buffers.y, residual, split))
         spec, parts = mixer.spec, self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:
             product = quantized_product.product_of(parts, False, ADD, self.blocks, spec.value_dim,
                                                    gdn_slice(spec, "few"))
         else:
-            product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks), self._shapes.card)
-        self._launch(product, weight, len(buffers.residual), x=buffers.core, scale=None, y=buffers.residual,
-                     eps=spec.eps)
+            product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks), self._shapes.card, self._shards)
+        part = residual if self._shards == 1 else torch.empty_like(residual)
+        self._launch(product, weight, len(residual), x=buffers.core, scale=None, y=part, eps=spec.eps)
+        if part is not residual:
+            yield Part(part, residual)
 
     def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int,
                  split: Split = WHOLE) -> None:
@@ -378,7 +400,7 @@ class DecodeStep:
 
     # Many tokens
 
-    def _gemm_rows(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _gemm_rows(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]]:
         decoder, buffers = self.decoder, self.begin(batch, "many")
         residual = buffers.residual
         delta: Tensor | None = None
@@ -388,10 +410,17 @@ class DecodeStep:
             self.mix(layer, buffers, proj, proj.shape[1])
             weight = _out_proj(layer)
             delta = self.linear(_compact(buffers.y, len(proj), _columns(weight)), weight)
+            yield from self.summed(delta)
             delta = self.feed_forward(layer, residual, delta, stream, _real(batch))
+            yield from self.summed(delta)
         self.end(buffers)
         hidden = torch.empty_like(residual) if batch.layout.hidden else None
         return self.head(self.normed(residual, delta, decoder.norm, hidden)), hidden
+
+    def summed(self, delta: Tensor | None) -> Shared[None]:
+        """Makes a product of many tokens [T, H] bf16 the sum over all devices. None: it was added already."""
+        if self._shards > 1 and delta is not None:
+            yield Part(delta)
 
     def feed_forward(
         self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, stream: LayerStream | None,
@@ -460,6 +489,11 @@ def _offloaded_layers(decoder: DecoderWeights) -> LayerStore | None:
     store = next((pool.store for pool in pools if pool), None)
     assert isinstance(store, LayerStore | None)
     return store
+
+
+def shards_of(decoder: DecoderWeights) -> int:
+    """Returns the number of devices over which a model is split."""
+    return next((layer.mixer.shards for layer in decoder.layers), 1)
 
 
 def _compact(memory: Tensor, tokens: int, width: int) -> Tensor:

@@ -42,8 +42,8 @@ SEGMENT = 1024
 _MIN_BYTES_IN_FLIGHT = 60 << 10
 """Weights for which a block with several tokens needs shared memory; otherwise it takes the next kernel's share too."""
 STORE, ADD, GATE, PART = range(4)
-"""What a product does with its sums: write them, add them to y, or write silu(first half) * second half. ADD and PART sum
-in the order of `ops.slices`; PART writes the sum of one device's columns."""
+"""What a product does with its sums: write them, add them to y, or write silu(first half) * second half. ADD and PART
+sum in the order of `ops.slices`; PART writes the sum of one device's columns."""
 _KV = {torch.bfloat16: "u16", torch.float8_e4m3fn: "u8", INT4: "Int4"}
 """The kernels' types of keys and values."""
 STATES = {torch.float32: "float", torch.bfloat16: "unsigned short"}

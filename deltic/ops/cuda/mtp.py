@@ -16,6 +16,7 @@ from deltic.ops.cuda.driver import Module, entry, headers, record, why_not_compi
 from deltic.ops.cuda.kernel_config import STORE, Shapes, shapes_of
 from deltic.ops.cuda.layout import MAX_GEMV_TOKENS
 from deltic.ops.cuda.sample import choose
+from deltic.ops.cuda.tensor_parallel import alone
 from deltic.ops.types import (
     AttentionWeights,
     Batch,
@@ -201,7 +202,7 @@ class MtpHeadOp:
             work = self._step.buffers(batch, "few", residual)
             self._enter(batch, x, work.turns, residual, goes_on=depth > 0)
             self._step.multiply(self._weights.fc, x, None, residual, STORE)
-            choose(self._step.layers(work), temperature.view(torch.float32), keys, tokens[depth],
+            choose(alone(self._step.layers(work)), temperature.view(torch.float32), keys, tokens[depth],
                    self._weights.tokens)
 
     def _enter(self, batch: Batch, x: Tensor, turns: Tensor, hidden: Tensor, last: Tensor | None = None,

@@ -1,0 +1,148 @@
+"""A step on several devices from one thread: the layers of all devices are launched in turns, and a sum over devices is
+exchanged wherever each device has only its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from deltic.ops.types import Batch
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One device's part of a sum over all devices.
+
+    own [T, H]: the part; float32 of few tokens, bfloat16 of many. residual [T, H] float32: the sum is added to it;
+    None: `own` becomes the sum.
+    """
+
+    own: Tensor
+    residual: Tensor | None = None
+
+
+Shared = Generator[Part, None, Result]
+"""The launches of one device. Yields a part where the next launches need the sum; ends with the device's result."""
+
+
+class Exchange(Protocol):
+    """Launches sums over devices. Nothing waits for a device."""
+
+    def __call__(self, parts: Sequence[Part]) -> None:
+        """parts: of each device, in their order, equal in shape."""
+
+
+def alone(launches: Shared[Result]) -> Result:
+    """Launches everything on the only device."""
+    try:
+        next(launches)
+    except StopIteration as stop:
+        result: Result = stop.value
+        return result
+    raise AssertionError("a model on one device has no parts of sums")
+
+
+def together(devices: Sequence[torch.device], launches: Sequence[Shared[Result]], exchange: Exchange) -> list[Result]:
+    """Launches on all devices in turns. They take the same steps, so that all parts of a sum come at the same time.
+    Returns their results. A device's queue of launches is never filled up while it waits for another one's part."""
+    results = list[Result]()
+    while not results:
+        parts = list[Part]()
+        for device, own in zip(devices, launches, strict=True):
+            with torch.cuda.device(device):
+                try:
+                    parts.append(next(own))
+                except StopIteration as stop:
+                    results.append(stop.value)
+        if parts:
+            assert not results, "devices disagree about the sums of a step"
+            exchange(parts)
+    return results
+
+
+class DeviceStep(Protocol):
+    """The launches of one device's part of a model."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def launches(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]] | None:
+        """Returns the launches of a step, as `Ops.step` without calling them; None if it is not served."""
+
+
+class ShardedStep:
+    """Computes the logits of a batch on several devices. The batch and the result are on the first one."""
+
+    def __init__(self, steps: Sequence[DeviceStep], exchange: Exchange) -> None:
+        self._steps, self._exchange = tuple(steps), exchange
+        self.devices = tuple(step.device for step in steps)
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
+        found = self.run([batch_on(batch, device) for device in self.devices])
+        return None if found is None else self.joined(found)
+
+    def run(self, batches: Sequence[Batch]) -> list[tuple[Tensor, Tensor | None]] | None:
+        """Launches a step, given its batch on each device. Returns each device's logits, of its part of the vocabulary,
+        and hidden states."""
+        launches = []
+        for step, batch in zip(self._steps, batches, strict=True):
+            own = step.launches(batch)
+            if own is None:
+                return None
+            launches.append(own)
+        return together(self.devices, launches, self._exchange)
+
+    def joined(self, results: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+        """Returns the logits [L, V] of all devices on the first one, and its hidden states."""
+        logits = [own.to(self.devices[0], non_blocking=True) for own, _ in results]
+        return torch.cat(logits, dim=1), results[0][1]
+
+
+def batch_on(batch: Batch, device: torch.device) -> Batch:
+    """Returns the batch with its tensors on a device; itself if they are there."""
+    if batch.ids.device == device:
+        return batch
+    moved: dict[str, Any] = {
+        name: value.to(device, non_blocking=True) for name in Batch.__slots__
+        if isinstance(value := getattr(batch, name), Tensor)}
+    # both are the same tensor if no row has entries in a delta log
+    moved["base"] = moved["done"] if batch.base is batch.done else moved["base"]
+    embeds = batch.input_embeds and replace(
+        batch.input_embeds, tokens=batch.input_embeds.tokens.to(device), rows=batch.input_embeds.rows.to(device))
+    padded = batch.padded and replace(batch.padded, numbers=batch.padded.numbers.to(device, non_blocking=True))
+    return replace(batch, **moved, input_embeds=embeds, padded=padded, memo={}, kept=None)
+
+
+def record_all(launch: Callable[[], Result], devices: Sequence[torch.device], pools: Sequence[Any]
+               ) -> tuple[list[torch.cuda.CUDAGraph], Result]:
+    """Returns a graph for each device of what `launch` launches there, none of which runs, and the result of `launch`.
+    pools: as in `driver.record`, of each device."""
+    streams = [torch.cuda.Stream(device) for device in devices]
+    graphs = [torch.cuda.CUDAGraph() for _ in devices]
+    for device in devices:
+        torch.cuda.synchronize(device)
+    begun = 0
+    try:
+        for device, stream, graph, pool in zip(devices, streams, graphs, pools, strict=True):
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                graph.capture_begin(pool, "relaxed")
+            begun += 1
+        before = [torch.cuda.current_stream(device) for device in devices]
+        for stream in streams:
+            torch.cuda.set_stream(stream)
+        try:
+            result = launch()
+        finally:
+            for stream in before:
+                torch.cuda.set_stream(stream)
+    finally:
+        for device, stream, graph in list(zip(devices, streams, graphs, strict=True))[:begun]:
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                graph.capture_end()
+    return graphs, result
