@@ -118,7 +118,7 @@ def members(struct: str) -> list[str]:
                                   "Choice", "PromptConv", "PromptRing", "CopySlot", "GatedNorm", "PromptHeads",
                                   "PromptGate", "GatherInt4", "DeltaTerms", "DeltaScan", "Append", "Fold", "HeadEnter",
                                   "HeadKeys", "Accept", "Numbers", "Cursors", "RowKeys", "ResidualNorm", "Turn",
-                                  "TowerNorm"])
+                                  "TowerNorm", "AllReduce"])
 def test_struct_layouts(name: str) -> None:
     given: type[KernelArguments] = getattr(arguments, f"{name}Args")
     assert [member for member, _ in given._fields_] == members(name)

@@ -108,6 +108,10 @@ GroupedArgs = _struct_of("GroupedArgs", [
     *fields("weights tiles total rows weight y counts"), ("experts", c_longlong),
     ("ahead", c_longlong)])
 CombineArgs = _struct("CombineArgs", "x y count starts", "", "tokens hidden each")
+AllReduceArgs = _struct_of("AllReduceArgs", [
+    *fields("x y state report"), ("boxes", c_void_p * 8),
+    ("limit", c_longlong),
+    *fields("", "", "cells room rank")])
 TurnArgs = _struct_of("TurnArgs", [
     *fields("qkv cos sin"), ("count", c_longlong),
     ("heads", c_int)])

@@ -200,7 +200,7 @@ class DecodeStep:
             residual=empty(tokens, self.hidden) if residual is None else residual,
             turns=empty(tokens, self.decoder.rope.rotary_dim),
             y=empty(tokens, max(gdn.values if gdn else 1, heads * size), dtype=torch.bfloat16),
-            core=empty(min(tokens, MAX_SPLIT_HEAD_TOKENS), heads_stride(gdn) if gdn else 1),
+            core=empty(min(tokens, MAX_SPLIT_HEAD_TOKENS), heads_stride(gdn, self._shapes.shards) if gdn else 1),
             mixed=empty(tokens, heads, parts, size),
             mass=empty(tokens, heads, parts, 2),
             over_log=over_log,
@@ -305,7 +305,7 @@ class DecodeStep:
         product: Multiply | PackedMultiply
         if parts:
             product = quantized_product.product_of(parts, False, ADD, self.blocks, spec.value_dim,
-                                                   gdn_slice(spec, "few"))
+                                                   gdn_slice(spec, "few"), split_of(1, spec))
         else:
             product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks), self._shapes.card, self._shards)
         part = residual if self._shards == 1 else torch.empty_like(residual)
@@ -320,7 +320,7 @@ class DecodeStep:
         parts = self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:
-            product = quantized_product.product_of(parts, scale is not None, out, self.blocks)
+            product = quantized_product.product_of(parts, scale is not None, out, self.blocks, split=split)
         else:
             unit = unit_of(_rows(weight), out, self.blocks)
             product = Multiply(_columns(weight), scale is not None, out, unit, split=split, card=self._shapes.card)
@@ -362,7 +362,8 @@ class DecodeStep:
 
     def _gdn(self, layer: DecoderLayer, mixer: GdnWeights, buffers: _DecodeBuffers, proj: Tensor, stride: int) -> None:
         batch, spec, state = buffers.batch, mixer.spec, self.views.states[layer.store]
-        slices, heads = spec.value_dim // gdn_slice(spec, buffers.kind), spec.value_heads * batch.layout.rows
+        slices = spec.value_dim // gdn_slice(spec, buffers.kind, mixer.shards)
+        heads = spec.value_heads * batch.layout.rows
         splits, kind = self.splits_heads(spec, buffers), buffers.kind
         if splits:
             # kernels with one block for each multiprocessor leave the next one the same room everywhere
@@ -383,7 +384,7 @@ class DecodeStep:
         tokens = len(buffers.residual)
         if buffers.over_log or buffers.kind != "few" or tokens > MAX_SPLIT_HEAD_TOKENS:
             return False
-        slices = spec.value_heads * spec.value_dim // gdn_slice(spec, "few")
+        slices = spec.values // gdn_slice(spec, "few", self._shapes.shards)
         return slices * tokens <= 2 * self.blocks
 
     def _attend(

@@ -168,6 +168,7 @@ class Shapes:
     host: hidden size, if the host computes the feed-forward of dense layers; else 0.
     form: of the attention layers (kernels/attention.cuh).
     card: for which the kernels are made.
+    shards: devices over which the layers are split; specs and products are those of one.
     """
 
     products: tuple[Multiply | PackedMultiply, ...]
@@ -182,6 +183,7 @@ class Shapes:
     state: str = "float"
     form: int = 3
     card: Card = field(default_factory=default_card)
+    shards: int = 1
 
     @property
     def shared(self) -> int:
@@ -250,7 +252,7 @@ class Shapes:
 
     def _gdn(self, gdn: GdnSpec, kind: str, name: str) -> list[str]:
         """The kernels of Gated DeltaNet layers. kind: type of the projections. name: `few` or `many` tokens."""
-        text, size = list[str](), gdn_slice(gdn, name)
+        text, size = list[str](), gdn_slice(gdn, name, self.shards)
         shape, block = f"{gdn.key_dim}, {gdn.value_dim}, {size}, {kind}", gdn.value_dim // size * 128
         if name == "few":
             text.append(entry("gdn_spread", "Gdn", "128, 6", f"gdn_spread<{shape}>"))
@@ -279,14 +281,15 @@ def state_header(state: str) -> str:
     return f"typedef {state} State;\n"
 
 
-def gdn_slice(spec: GdnSpec, kind: str) -> int:
-    """Columns of a value head for four warps; with few rows fewer, so that a row's heads fill the card."""
-    return 16 if kind == "few" and spec.value_dim == 128 and spec.value_heads <= 16 else 32
+def gdn_slice(spec: GdnSpec, kind: str, shards: int = 1) -> int:
+    """Columns of a value head for four warps; with few rows fewer, so that a row's heads fill the card. spec: of one of
+    `shards` devices. The sums of a head depend on this, so that it is the same on any number of devices."""
+    return 16 if kind == "few" and spec.value_dim == 128 and spec.value_heads * shards <= 16 else 32
 
 
-def heads_stride(spec: GdnSpec) -> int:
+def heads_stride(spec: GdnSpec, shards: int = 1) -> int:
     """Floats from token to token in the output of split heads: values, then a sum of squares for each slice."""
-    return (spec.values + spec.values // gdn_slice(spec, "few") + 3) // 4 * 4
+    return (spec.values + spec.values // gdn_slice(spec, "few", shards) + 3) // 4 * 4
 
 
 def attention_bytes(spec: AttentionSpec, card: Card) -> int:
@@ -308,7 +311,7 @@ def states_at_once(spec: GdnSpec, state: str, card: Card) -> int:
 
 def heads_product(spec: GdnSpec, unit: int, card: Card | None = None, shards: int = 1) -> Multiply:
     """Returns the output projection of split heads. spec: of one of `shards` devices."""
-    return Multiply(spec.values, False, summed(shards), unit, spec.value_dim, gdn_slice(spec, "few"),
+    return Multiply(spec.values, False, summed(shards), unit, spec.value_dim, gdn_slice(spec, "few", shards),
                     split_of(shards, spec), card or default_card())
 
 
@@ -375,6 +378,7 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
         state=STATES[views.states[0].recurrent.dtype] if views.states else "float",
         form=form,
         card=card,
+        shards=max(layer.mixer.shards for layer in decoder.layers),
     )
     return shapes if found.all_known and _supported(shapes) else None
 
@@ -410,10 +414,10 @@ class _Found:
             if heads:
                 self.products[heads_product(heads, unit, self.card, shards)] = None
         elif parts := self._parts_of(weight, out):
-            self.products[product_of(parts, False, out, self.blocks)] = None
+            self.products[product_of(parts, False, out, self.blocks, split=split)] = None
             if heads:
-                product = product_of(parts, False, out, self.blocks, heads.value_dim, gdn_slice(heads, "few"))
-                self.products[product] = None
+                size = gdn_slice(heads, "few", shards)
+                self.products[product_of(parts, False, out, self.blocks, heads.value_dim, size, split)] = None
         else:
             self.all_known = False
 

@@ -21,6 +21,7 @@ from deltic.ops.cuda.layout import (
     WARPS,
 )
 from deltic.ops.cuda.quantized import KINDS, PLAIN_KINDS, TILE_COLUMNS, TILE_ROWS, Tiles, tiles_of
+from deltic.ops.cuda.sliced_product import WHOLE, Split
 from deltic.ops.types import Block, Weight
 
 _SHARED_BYTES_BESIDE_NEXT = 104 << 10
@@ -59,9 +60,9 @@ def _tiles(block: Block) -> Tiles | None:
 class PackedMultiply:
     """A product with a quantized weight.
 
-    columns: of the weight. norm: the input is RMS-normed first. out: STORE, ADD or GATE (kernel_config).
+    columns: of the weight. norm: the input is RMS-normed first. out: STORE, ADD, GATE or PART (kernel_config).
     kinds: tile formats. parts: of the weight. high: units that are multiplied at once, for few tokens.
-    head, slice: as in `kernel_config.Multiply`.
+    head, slice, split: as in `kernel_config.Multiply`.
     """
 
     columns: int
@@ -72,6 +73,7 @@ class PackedMultiply:
     high: int = 1
     head: int = 0
     slice: int = 0
+    split: Split = WHOLE
     card: Card = field(default_factory=default_card)
 
     @property
@@ -80,13 +82,22 @@ class PackedMultiply:
         fit = self._fit(1)
         if self._may_chunk:
             chunk = _CHUNK_TILES * (self._tile_input + 32 * self.parts)
-            fit = max(fit, self.card.product_bytes // (chunk + 64 * self.parts))
+            fit = max(fit, self.card.product_bytes // (chunk + self._kept * self.parts))
         return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, fit)
 
     @property
     def _may_chunk(self) -> bool:
         """True if the input can be staged in chunks of columns."""
         return not self.norm and not self.head and self.out != 2
+
+    @property
+    def _sliced(self) -> bool:
+        return self.out in (1, 3)
+
+    @property
+    def _kept(self) -> int:
+        """Bytes of the sums that a chunk leaves to the next one, of a unit and a token."""
+        return TILE_ROWS * 4 * (self.split.slices if self._sliced else 2)
 
     @property
     def _tile_input(self) -> int:
@@ -98,9 +109,9 @@ class PackedMultiply:
 
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
-        return (f"packed_{self.columns}_{kind}_{('store', 'add', 'gate')[self.out]}"
+        return (f"packed_{self.columns}_{kind}_{('store', 'add', 'gate', 'part')[self.out]}"
                 f"_{'_'.join(sorted(self.kinds)).lower()}_{_class(tokens)}{'_high' * (self._high(tokens) - 1)}"
-                f"{'_chunked' * self._chunked(tokens)}")
+                f"{'_chunked' * self._chunked(tokens)}{self.split.suffix * self._sliced}")
 
     def source(self, tokens: int) -> str:
         kinds = sum(1 << KINDS[kind].number for kind in self.kinds)
@@ -109,7 +120,7 @@ class PackedMultiply:
         return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
                 f"(const __grid_constant__ Packed a) {{ packed<{self.columns}, {str(self.norm).lower()}, {self.out}, "
                 f"{_class(tokens)}, {kinds}, {self._high(tokens)}, {self.head}, {self.slice}, "
-                f"{str(self._chunked(tokens)).lower()}>(a); }}\n")
+                f"{str(self._chunked(tokens)).lower()}, {self.split.slices}, {self.split.runs}>(a); }}\n")
 
     @property
     def shared(self) -> int:
@@ -156,7 +167,7 @@ class PackedMultiply:
         while True:
             units = sum(min(round, count) for count in counts)
             each = tokens * (self._tile_input + units * TILE_ROWS * 4)
-            chunk = (self.card.product_bytes - units * tokens * 64) // each // _CHUNK_TILES * _CHUNK_TILES
+            chunk = (self.card.product_bytes - units * tokens * self._kept) // each // _CHUNK_TILES * _CHUNK_TILES
             if chunk > 0:
                 rounds = -(-max(counts) // round)
                 found.append((rounds * -(-tiles // chunk), round, chunk, units))
@@ -164,7 +175,7 @@ class PackedMultiply:
                 break
             round = -(-round // 2)
         _, round, chunk, units = min(found)
-        fixed = 1024 + chunk * tokens * (self._tile_input + units * TILE_ROWS * 4) + units * tokens * 64
+        fixed = 1024 + chunk * tokens * (self._tile_input + units * TILE_ROWS * 4) + units * tokens * self._kept
         slots = max(2, min((self.card.max_shared_bytes - fixed) // slot, _MAX_SLOTS))
         return ProductPlan(round, -(-max(counts) // round), units * chunk * TILE_ROWS * tokens, slots, slot,
                            max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot), chunk)
@@ -202,15 +213,17 @@ def _input(columns: int, kinds: frozenset[str]) -> int:
     return columns // TILE_COLUMNS * _LINE_BYTES * (not kinds <= PLAIN_KINDS) + columns * 2 * bool(kinds & PLAIN_KINDS)
 
 
-def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head: int = 0,
-               slice: int = 0) -> PackedMultiply:
+def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head: int = 0, slice: int = 0,
+               split: Split = WHOLE) -> PackedMultiply:
     columns, kinds, card = parts[0].columns, frozenset(part.type for part in parts), card_of(parts[0].data.device)
+    if columns // TILE_COLUMNS % split.runs:  # of one device: others cannot have whole tiles
+        split = replace(split, runs=1)
     units = max(len(part.data) for part in parts)
     sums = -(-units // blocks) * (columns // TILE_COLUMNS * TILE_ROWS * 4)
     room = min(_SHARED_BYTES_BESIDE_NEXT, card.max_shared_bytes) - 1024 - _input(columns, kinds) - sums
     long = units * (columns // TILE_COLUMNS) >= _LONG_TILES * blocks
     high = 2 if units > blocks and (room >= 3 * _slot(kinds, 2) or long) else 1
-    return PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice, card)
+    return PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice, split, card)
 
 
 def launch(module: Module, product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, blocks: int,

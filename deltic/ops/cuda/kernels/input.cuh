@@ -3,6 +3,18 @@
 enum { kStore, kAdd, kGate, kPart };  // what becomes of a product's sums; kPart: of one device's, which others are added to
 enum { kPlain, kFixed, kBoth, kPaired };  // as what an input is kept
 
+// Where slice `index` of `count` ends, in units (`slice_ends`).
+DEVICE constexpr int slice_end(int units, int count, int index) {
+    int begin = 0;
+    for (; count > 1; count /= 2) {
+        const int first = (units + 1) / 2;
+        if (index < count / 2) units = first;
+        else begin += first, units -= first, index -= count / 2;
+    }
+    return begin + units;
+}
+DEVICE constexpr int slice_begin(int units, int count, int index) { return index ? slice_end(units, count, index - 1) : 0; }
+
 // What is kept of 64 columns of a tile as whole numbers: those of its groups of 32 columns j and j + 4. Each is 256 times
 // a number of eight bits and another one: of both groups first the former, then the latter, 32 bytes each; then, as float, the
 // sums of both groups and what the numbers are multiplied with. 144 bytes, so that those of four lie in different banks.

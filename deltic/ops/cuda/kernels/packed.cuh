@@ -4,8 +4,9 @@
 // as what they are, whole numbers, with whole numbers of 16 bits (input.cuh), in two halves of eight: by the tensor cores,
 // or of one token by plain ones. A group's sum, which is exact and so the same, is multiplied with its scale. So weights
 // are what the file says, the activations are rounded to 2^-16 of the largest of 256, and a row's sum has one order: tiles
-// from left to right, of each tile the groups j and j + 4, and these sums in pairs. Plain kinds, those of bfloat16 and
-// float8, are multiplied as bfloat16.
+// from left to right, of each tile the groups j and j + 4, and these sums in pairs. Where devices may have parts of the
+// columns (kAdd, kPart), the tiles of a slice are added from left to right, and the slices in pairs (sliced.cuh). Plain
+// kinds, those of bfloat16 and float8, are multiplied as bfloat16.
 
 enum { kQ8_0, kQ4_K, kQ6_K, kQ5_K, kBF16, kFP8 };
 #define EACH_KIND(f) f(kQ8_0) f(kQ4_K) f(kQ6_K) f(kQ5_K) f(kBF16) f(kFP8)
@@ -260,7 +261,7 @@ struct Packed {
     const char *data[4];  // of each part of the weight, whose rows follow one another
     const void *x;        // this and the next ones as of `Product`
     const float *scale;
-    void *y;              // kStore: float [T, total]; kAdd: float [T, total], added to; kGate: bf16 [T, total]
+    void *y;              // kStore, kPart: float [T, total]; kAdd: float [T, total], added to; kGate: bf16 [T, total]
     float eps;
     int tokens, total;
     int inverse;             // 65536 / tokens + 1, to divide by
@@ -274,8 +275,8 @@ struct Packed {
 
 // TOKENS: up to 1, 8 or 16. KINDS: bits of the kinds that the parts may have. HIGH: units that are multiplied at once, 1 or 2:
 // the tensor cores have 16 rows. CHUNKED: x is staged chunk by chunk, because it does not fit as a whole. A token's sums are
-// made in the same order all the same.
-template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE, bool CHUNKED>
+// made in the same order all the same. SLICES, RUNS: as in sliced.cuh.
+template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE, bool CHUNKED, int SLICES, int RUNS>
 struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TOKENS == 1> {
     using Base = Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TOKENS == 1>;
     using Base::tokens, Base::a, Base::tid, Base::warp, Base::lane, Base::lines, Base::WARPS, Base::FIXED;
@@ -284,12 +285,16 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     // a warp's tiles are all of the same columns of x, which stay in registers if they are plain
     static constexpr bool HELD = WARPS % TILES == 0 && TOKENS == 1 && !FIXED && !CHUNKED;
     static_assert(!CHUNKED || (!NORM && HEAD == 0 && OUT != kGate), "inputs with a norm are staged as a whole");
+    static constexpr bool SLICED = OUT == kAdd || OUT == kPart;
+    static constexpr int RUN = TILES / RUNS, RANGE = slice_end(RUN, SLICES, 0);  // RANGE: tiles of a slice in a run, at most
+    static_assert(TILES % RUNS == 0 && (!SLICED || !NORM));
     int lap = 0, place = 0, begin = 0, width = TILES;  // begin, width: tiles of the current chunk
     u32 barrier, ring, at;  // of the current slot
     u32 x[HALVES];          // of plain numbers: of the lane's token, its first columns
     u32 line;               // of whole numbers, of the first tile and token: the lane's line
     float *partial;         // [rounds, tiles of one, T, 8]: two at most; CHUNKED: [tiles of a round and chunk, T, 8]
-    float2 *kept;           // CHUNKED: [units of a round, T, 8]: sums over the chunks before, of even and odd tiles
+    float2 *kept;           // CHUNKED: [units of a round, T, 8]: sums over the chunks before, of even and odd tiles; with
+                            // SLICED float [units of a round, T, 8, SLICES]
     Part *parts;
     float old = 0, alone = 0;  // alone: the norm's factor of the only token
     uint4 held[HELD ? 8 : 1];
@@ -538,15 +543,62 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         return v[0] + v[1];
     }
     DEVICE int slot_of(int i) const { return TOKENS == 1 ? i : (i * a.inverse) >> 16; }
+    // The sum of a slice over all chunks up to the current one; before: over the chunks before.
+    DEVICE float slice_sum(const float *from, int token, int n, int slice, float *before) const {
+        const int first = slice_begin(RUN, SLICES, slice), end = slice_end(RUN, SLICES, slice);
+        float v = CHUNKED && begin > first ? *before : 0.f;
+#pragma unroll
+        for (int run = 0; run < RUNS; ++run) {
+            if constexpr (CHUNKED) {
+                const int most = min(run * RUN + end, begin + width);
+                for (int tile = max(run * RUN + first, begin); tile < most; ++tile)
+                    v += from[((tile - begin) * tokens() + token) * 8 + n];
+            } else {
+#pragma unroll
+                for (int i = 0; i < RANGE; ++i) {
+                    if (first + i < end) v += from[((run * RUN + first + i) * tokens() + token) * 8 + n];
+                }
+            }
+        }
+        if constexpr (CHUNKED) *before = v;
+        return v;
+    }
+    DEVICE float *place_in_y(const Part &of, int first, int slot, int token, int n) const {
+        const int row = (first + slot) * 8 + n;
+        return row < of.rows ? (float *)a.y + i64(token) * a.total + of.row + row : nullptr;
+    }
     // What a thread's first sum is added to.
     DEVICE void load_old() {
         int first;
-        const int slot = slot_of(tid / 8), token = tid / 8 - slot * tokens(), count = units(parts[0], 0, first);
-        const int column = (first + slot) * 8 + tid % 8;
-        if (slot < count && column < parts[0].rows) old = load((const float *)a.y + i64(token) * a.total + column);
+        const int number = tid / SLICES, slot = slot_of(number / 8), token = number / 8 - slot * tokens();
+        const int count = units(parts[0], 0, first);
+        if (slot < count && tid % SLICES == 0)
+            if (float *const y = place_in_y(parts[0], first, slot, token, number % 8)) old = load(y);
+    }
+    // The sums of a round over slices: a thread has a slice of a number.
+    DEVICE void finish_slices(int round, const float *from) {
+        float *before = (float *)kept;
+        for (int p = 0; p < a.parts; ++p) {
+            int first;
+            const Part of = parts[p];
+            const int count = units(of, round, first), each = tiles() * 8 * tokens(), total = count * tokens() * 8 * SLICES;
+            for (int i = tid; i < (total + 31) / 32 * 32; i += WARPS * 32) {
+                const int number = i / SLICES, slice = i % SLICES, n = number % 8;
+                const int slot = slot_of(number / 8), token = number / 8 - slot * tokens();
+                float *const y = i < total ? place_in_y(of, first, slot, token, n) : nullptr;
+                if (OUT == kAdd && y && slice == 0 && (CHUNKED || round || p || i != tid)) old = load(y);
+                float v = i < total ? slice_sum(from + slot * each, token, n, slice, before + i) : 0.f;
+                if (CHUNKED && begin + width < TILES) continue;
+#pragma unroll
+                for (int apart = 1; apart < SLICES; apart *= 2) v += __shfl_xor_sync(~0u, v, apart);
+                if (y && slice == 0) *y = OUT == kAdd ? old + v : v;
+            }
+            from += count * each, before += total;
+        }
     }
     // The sums of a round, to where they belong, after its last chunk.
     DEVICE void finish(int round, const float *from) {
+        if constexpr (SLICED) return finish_slices(round, from);
         float2 *before = kept;
         for (int p = 0; p < (OUT == kGate ? 1 : a.parts); ++p) {
             int first;
@@ -559,17 +611,15 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
                 if constexpr (CHUNKED) {
                     const float v = sum(from + slot * each, token, n, before + o);
                     if (begin + width < TILES) continue;
-                    float *const to = (float *)a.y + i64(token) * a.total + of.row + row;
-                    *to = OUT == kAdd ? load(to) + v : v;
+                    ((float *)a.y)[i64(token) * a.total + of.row + row] = v;
                     continue;
                 }
                 const i64 to = i64(token) * a.total + of.row + row;
-                if (OUT == kAdd && (round || o != tid)) old = load((const float *)a.y + to);
                 const float f = !NORM ? 1.f : TOKENS == 1 ? alone : this->factor(token),
                             v = sum(from + slot * each, token, n) * f;
                 if constexpr (OUT == kGate)
                     ((u16 *)a.y)[to] = narrow(silu(v) * (sum(from + (count + slot) * each, token, n) * f));
-                else ((float *)a.y)[to] = OUT == kAdd ? old + v : v;
+                else ((float *)a.y)[to] = v;
             }
             from += count * each, before += count * tokens() * 8;
         }
@@ -602,10 +652,10 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     }
 };
 
-template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE, bool CHUNKED>
+template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE, bool CHUNKED, int SLICES, int RUNS>
 DEVICE void packed(const Packed &a) {
     extern __shared__ __align__(128) char shared[];
-    PackedMultiplier<K, NORM, OUT, TOKENS, KINDS, HIGH, HEAD, SLICE, CHUNKED> m(a, shared);
+    PackedMultiplier<K, NORM, OUT, TOKENS, KINDS, HIGH, HEAD, SLICE, CHUNKED, SLICES, RUNS> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
     if (NORM && m.tid * 32 < K) prefetch(a.scale + m.tid * 32);
     m.keep_parts();

@@ -8,18 +8,6 @@
 // slice lies or which others the device has. A slot of the ring is a piece of a slice or several slices side by side, so
 // that weights are copied in runs as long as elsewhere.
 
-// Where slice `index` of `count` ends, in units (`slice_ends`).
-DEVICE constexpr int slice_end(int units, int count, int index) {
-    int begin = 0;
-    for (; count > 1; count /= 2) {
-        const int first = (units + 1) / 2;
-        if (index < count / 2) units = first;
-        else begin += first, units -= first, index -= count / 2;
-    }
-    return begin + units;
-}
-DEVICE constexpr int slice_begin(int units, int count, int index) { return index ? slice_end(units, count, index - 1) : 0; }
-
 // The shape of a slot. SLICES: of the device. RUNS: a slice has a range of columns in each of so many equal runs.
 template <int K, int SLICES, int RUNS, int MOST> struct SliceShape {
     static constexpr int UNIT = 16, WIDEST = 1024, RUN = K / RUNS, RANGE = slice_end(RUN / UNIT, SLICES, 0) * UNIT;
