@@ -47,7 +47,7 @@ def step_bytes(runtime: ModelRunner, batch: int, context: int) -> int:
 
     Of a mixture it counts the experts that some token selects, if all are equally likely.
     """
-    decoder, pools, experts = runtime.decoder, runtime.pools, runtime.config.experts
+    decoder, pools, experts = runtime.decoder, runtime.pools.shards[0], runtime.config.experts
     weights = decoder.token_bytes()
     if experts and batch > 1 and experts.per_token < experts.count:
         selected = experts.per_token / experts.count

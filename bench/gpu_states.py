@@ -39,7 +39,7 @@ def main() -> None:
         runtime = load(RandomModel(args.model, 4), EngineConfig(
             device="cuda", dtype="bfloat16", memory="24GiB", max_batch=args.rows, max_context=256, speculate="off",
             state_dtype=args.state_dtype))
-    pools = runtime.pools
+    pools = runtime.pools.shards[0]
     assert runtime.capabilities.defers_state_writes, "these kernels do not serve the model"
     assert pools.delta_logs is not None
     for tensor in (pools.recurrent, pools.conv, *pools.delta_logs):

@@ -49,7 +49,7 @@ def main() -> None:
         runtime = load(RandomModel(args.model, shape=shape), EngineConfig(
             device="cuda", dtype="bfloat16", memory="3GiB", max_batch=2, max_context=1024, speculate="off",
             prefix_cache=False, quant=args.quant))
-    pools = runtime.pools
+    pools = runtime.pools.shards[0]
     for tensor in (pools.recurrent, pools.conv, pools.keys, pools.values):
         tensor.normal_(0, 0.1)
     padded = decoding(StepPlan((PlannedRow((7,), DONE, tuple(range(16)), 0, 1),)), pools.device).padded
@@ -71,7 +71,7 @@ def main() -> None:
 @torch.inference_mode()
 def _recorded(runtime: ModelRunner, batch: Batch, folder: Path) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
     """The step with these kernels, and what it gives: logits and states."""
-    pools = runtime.pools
+    pools = runtime.pools.shards[0]
     before = pools.recurrent.clone(), pools.conv.clone()
     driver.FOLDER = folder
     shapes = shapes_of(runtime.decoder.weights, runtime.views)

@@ -20,7 +20,8 @@ from torch import Tensor
 import deltic
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryPlan
-from deltic.cache.tensors import CachePools, PoolOptions, allocate
+from deltic.cache.sharded_pools import allocate_shards
+from deltic.cache.tensors import PoolOptions
 from deltic.chat.tokenizer import read_tokenizer_files
 from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.engine import Engine
@@ -246,15 +247,17 @@ def _nest(directory: Path, kind: str, family: str) -> None:
 
 
 def fresh_pools(runtime: ModelRunner, pages: int, slots: int, rings: int | None = None,
-                kv: torch.dtype | None = None, state: torch.dtype | None = None) -> CachePools:
+                kv: torch.dtype | None = None, state: torch.dtype | None = None) -> Any:
     """Fresh pools full of NaN: whoever reads what nobody wrote will show it. rings: by default one for everyone. kv,
     state: dtypes of K/V and of states; by default the model's own."""
-    like = runtime.pools
+    like, count = runtime.pools.shards[0], len(runtime.pools.shards)
     extras = PoolOptions(slots if rings is None else rings, runtime.mtp is not None, like.tiled, kv or like.keys.dtype,
                     state or like.recurrent.dtype)
-    pools = allocate(runtime.config, pages, slots, like.conv.dtype, runtime.decoder.ops, str(like.device), extras)
-    for tensor in (*pools.page_tensors, *pools.slot_tensors, *(pools.delta_logs or ())):
-        tensor.fill_(0xff if tensor.dtype == torch.uint8 else float("nan"))
+    pools = allocate_shards(runtime.config, pages, slots, like.conv.dtype, [runtime.decoder.ops] * count,
+                            [str(like.device)] * count, extras)
+    for shard in pools.shards:
+        for tensor in (*shard.page_tensors, *shard.slot_tensors, *(shard.delta_logs or ())):
+            tensor.fill_(0xff if tensor.dtype == torch.uint8 else float("nan"))
     return pools
 
 

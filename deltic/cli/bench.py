@@ -193,7 +193,7 @@ def model_facts(llm: LLM) -> dict[str, Any]:
 
     runtime = llm.runtime
     dtype = runtime.config.dtype if runtime.options.dtype == "auto" else runtime.options.dtype
-    kv = name_of(runtime.pools.keys.dtype) if isinstance(runtime, ModelRunner) else dtype
+    kv = name_of(runtime.pools.shards[0].keys.dtype) if isinstance(runtime, ModelRunner) else dtype
     return {"model": runtime.name, "layers": runtime.config.num_hidden_layers, "dtype": dtype, "kv_dtype": kv,
             "state_dtype": runtime.options.state_dtype, "device": runtime.options.device}
 

@@ -13,7 +13,7 @@ from deltic.cli import options
 from deltic.cli.options import check_source, open_llm
 from deltic.cli.output import print_facts
 from deltic.cli.parser import as_typed, existing_file
-from deltic.config import DTYPE_BYTES, DType, EngineConfig, ModelConfig, available_memory
+from deltic.config import DTYPE_BYTES, DType, EngineConfig, ModelConfig, available_memory, shard_config
 from deltic.errors import ConfigError, ModelError
 from deltic.params import PAGE, Auto, Draft, Mtp, Ngram
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from deltic.cache.tensors import PoolOptions
     from deltic.chat.processor import ChatProcessor
     from deltic.llm import LLM
+    from deltic.model.decoder import Decoder
     from deltic.ops import Ops
+    from deltic.ops.types import Weight
     from deltic.runner.memory import CardMemory
 
 Facts = dict[str, Any]
@@ -58,10 +60,12 @@ def _model_facts(args: argparse.Namespace) -> Facts:
     if isinstance(runtime, ProgramModel):
         facts = _facts(runtime.config, runtime.options, runtime.ops, (runtime.memory, PoolOptions()))
         return {**names, **facts, "ops": "compiled", **texts}
-    decoder, pools = runtime.decoder, runtime.pools
+    decoder, pools = runtime.decoder, runtime.pools.shards[0]
     pool_options = PoolOptions(runtime.cache.delta_logs.size, runtime.mtp is not None, kv=pools.keys.dtype,
                                state=pools.recurrent.dtype)
     facts = _facts(runtime.config, runtime.options, decoder.ops, (runtime.memory, pool_options))
+    if decoder.others:
+        facts["devices"] = _device_facts(decoder, facts)
     kinds = decoder.weight_kinds()
     facts["ops"] = explain(decoder.ops, decoder.weights, runtime.views)
     facts["weights"] |= {"mib": _mib(sum(kinds.values())), "mib_read_per_token": _mib(decoder.token_bytes()),
@@ -74,11 +78,40 @@ def _model_facts(args: argparse.Namespace) -> Facts:
 def _preset_facts(args: argparse.Namespace) -> Facts:
     """Facts of a preset, without making its weights."""
     from deltic.engine.arguments import settled
+    from deltic.model.tensor_parallel import check_degree
     from deltic.ops import select
 
     engine, config = settled(EngineConfig(**options.engine_options(args))), ModelConfig.preset(args.random, args.layers)
+    check_degree(config, engine.shards, engine.quant != "none")
     facts = _facts(config, engine, select(engine.ops), plan_cache(config, engine))
+    if engine.shards > 1 and engine.quant == "none":
+        facts["devices"] = _device_facts(_without_memory(config, engine), facts)
     return {"model": f"random-{args.random}", **facts, "tokenizer": None}
+
+
+def _without_memory(config: ModelConfig, engine: EngineConfig) -> Decoder:
+    """Returns a split model whose tensors have no memory."""
+    import torch
+
+    from deltic.loader.names import expected_tensors, tensor_dtype
+    from deltic.model.decoder import build
+    from deltic.ops.torch import OPS
+
+    dtype = activation_dtype(config, engine)
+    tensors: dict[str, Weight] = {
+        name: torch.empty(shape, dtype=getattr(torch, tensor_dtype(name, dtype)), device="meta")
+        for name, shape in expected_tensors(config).items()}
+    return build(config, tensors, OPS, getattr(torch, dtype), tp=engine.shards)
+
+
+def _device_facts(decoder: Decoder, facts: Facts) -> Facts:
+    """What each device has: of the weights by part, and of the cache."""
+    embedding, memory = decoder.weights.embedding.nbytes, facts["memory"]
+    found: Facts = {"embedding_of_all_mib": _mib(embedding)}
+    for number, parts in enumerate(decoder.part_bytes()):
+        cache = {"cache_mib": round(memory["pages_and_slots_mib"] / len(decoder.shards), 1)} if memory else {}
+        found[f"device {number}"] = {f"{part}_mib": _mib(size) for part, size in parts.items()} | cache
+    return found
 
 
 def _facts(config: ModelConfig, engine: EngineConfig, ops: Ops, plan: tuple[MemoryPlan, PoolOptions] | None) -> Facts:
@@ -223,11 +256,12 @@ def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, p
     from deltic.ops.kv import name_of
 
     dtype: torch.dtype = getattr(torch, activation_dtype(config, engine))
-    kv = pools.kv or dtype
+    kv, own = pools.kv or dtype, shard_config(config, engine.shards)
     facts: Facts = {"kv_dtype": name_of(kv), "state_dtype": str(pools.state).removeprefix("torch.")}
-    units = {"page": (plan.pages, page_bytes(config, kv, pools.head)),
-             "slot": (plan.slots, slot_bytes(config, dtype, pools.head, pools.state)),
-             "ring": (pools.delta_logs, delta_log_bytes(config, dtype))}
+    sizes = {"page": (plan.pages, page_bytes(own, kv, pools.head)),
+             "slot": (plan.slots, slot_bytes(own, dtype, pools.head, pools.state)),
+             "ring": (pools.delta_logs, delta_log_bytes(own, dtype))}
+    units = {unit: (count, engine.shards * size) for unit, (count, size) in sizes.items()}
     for unit, (count, size) in units.items():
         facts |= {f"{unit}s": count, f"{unit}_bytes": size}
     shared = PoolSizes(plan.pages, plan.slots, 0, units["page"][1] // PAGE, units["slot"][1], layout=plan.layout)

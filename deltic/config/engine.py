@@ -86,6 +86,10 @@ class EngineConfig:
         False, "compute every token alone, at most 16 at a time, so that on a GPU, too, no bit of an answer depends on "
         "other requests, chunking or the cache: for evaluations. Prefill is as slow as decode; no drafts, pictures or "
         "embeddings")
+    tp: int | str = _device(
+        "auto", "tensor parallel: devices over which the model is split; answers have the same bits with any number. "
+        "On a CPU they are virtual, to test and study that: the memory for weights and cache stays the same, and steps "
+        "take longer. auto: 1", choices=("auto", "1", "2", "4", "8"))
     ops: tuple[str, ...] = _device(
         (), "backend of an op: OP=BACKEND such as mlp=reference, or BACKEND for all")
     debug_layers: bool = _device(False, "log statistics of every layer's output in every step (slow)")
@@ -173,6 +177,8 @@ class EngineConfig:
         self._check_paths()
         self._check_sizes()
         self._check_ops()
+        if self.tp != AUTO:
+            object.__setattr__(self, "tp", int(self.tp))
         parse_speculation(self.speculate)
         for rules in (self._device_rules, self._dependency_rules, self._expert_rules, self._invariant_rules):
             for violated, option, message in rules():
@@ -193,7 +199,7 @@ class EngineConfig:
         for option in fields(self):
             name, value = option.name, getattr(self, option.name)
             choices = option.metadata.get("choices")
-            if choices and not (isinstance(value, str) and value in choices):
+            if choices and not (type(value) in (str, int) and str(value) in choices):
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {show(value)}", name)
             kind = hints[name]
             if kind in _TYPE_NAMES and not isinstance(value, kind):
@@ -269,6 +275,12 @@ class EngineConfig:
                "quant=fp8 is for NVIDIA GPUs: use q8_0, which has the same size and is more precise, or give device "
                "cuda")
 
+        several = self.shards > 1
+        yield (several and bool(self.on_gpu), "tp",
+               f"tp={self.tp}: tensor parallel on GPUs is not there yet: use tp=1, or device cpu")
+        yield (several and self.offloads_experts, "tp",
+               f"tp={self.tp} is not possible with expert_memory or expert_cap: leave one of them out")
+
     def _dependency_rules(self) -> Rules:
         """Yields options that need another one."""
         tokenizer = "tokenizer" if self.tokenizer else "tokenizer_config"
@@ -320,6 +332,11 @@ class EngineConfig:
     def on_gpu(self) -> bool | None:
         """True if the device is a GPU; None: it is still to be detected."""
         return _ON_GPU.get(str(self.device).partition(":")[0])
+
+    @property
+    def shards(self) -> int:
+        """The number of devices over which the model is split."""
+        return 1 if self.tp == AUTO else int(self.tp)
 
     @property
     def memory_bytes(self) -> int | None:

@@ -67,6 +67,8 @@ def open_texts(model: str | Path, task: Task, options: EngineConfig, revision: s
     """Loads a model. Raises ModelError naming the file, ConfigError naming the option that cannot be used."""
     if not isinstance(model, str | Path):
         raise ModelError(f"a model is {ACCEPTED}, not {show(model)}")
+    if options.shards > 1:
+        raise ConfigError(f"tp={options.tp} is for answers: leave it out with a model of vectors", "tp")
     place = resolve(model, revision, progress=progress is not None)
     name, stored = str(model), open_stored(place)
     if stored is None or not stored.compiled:

@@ -16,7 +16,8 @@ from torch import Tensor
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryPlan
 from deltic.cache.offload.open import open_tiers
-from deltic.cache.tensors import PoolOptions, allocate
+from deltic.cache.sharded_pools import allocate_shards
+from deltic.cache.tensors import PoolOptions
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.arguments import settled
 from deltic.errors import ConfigError, ModelError, show
@@ -193,7 +194,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         experts = place_experts(store, weights, files, config, options, ops, dtype)
         layers = place_layers(weights, beside, options, config.num_hidden_layers) if beside.layers else None
         beside_pools = layers.pools if layers else experts.store.pools() if experts else ()
-        decoder = build(config, weights, ops, getattr(torch, dtype), reader.tiled, beside_pools)
+        decoder = build(config, weights, ops, getattr(torch, dtype), reader.tiled, beside_pools, options.shards)
         texts = files.tokenizer() if files else None
         head = build_head(config, head_weights, decoder, reader.draft_vocabulary(texts)) if head_weights else None
         keep_freed_memory()
@@ -205,10 +206,10 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         memory, pool_options = plan(beside.settle(options), card_memory(options, work) if options.on_gpu else None)
         memory = beside.describe(memory)
         _log_plan(memory, f"the draft model {source.name}: " if use.drafts else "")
-        pools = allocate(config, memory.pages, memory.slots, decoder.dtype, ops, options.device,
-                         replace(pool_options, tiled=reader.tiled))
+        pools = allocate_shards(config, memory.pages, memory.slots, decoder.dtype, [ops] * options.shards,
+                                [options.device] * options.shards, replace(pool_options, tiled=reader.tiled))
         tiers, records = ([], None) if use.drafts else open_tiers(
-            source.name, options, ops, reader.identity(head is not None), pools.keys.dtype)
+            source.name, options, ops, reader.identity(head is not None), pools.shards[0].keys.dtype)
         cache = HybridCache(pools, options.prefix_cache, tiers, memory.rows)
         # runner
         runtime = ModelRunner(source.name, files.place if files else None, config, options, source.generation, memory,

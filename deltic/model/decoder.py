@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from deltic.config import ExpertsConfig, ModelConfig
+from deltic.config import ModelConfig, shard_config
+from deltic.model.tensor_parallel import Shard, Splitter
 from deltic.ops import Ops
 from deltic.ops.quantized import PLAIN_TYPES, QTensor
+from deltic.ops.slices import tree_sum
 from deltic.ops.types import (
     AttentionSpec,
     AttentionWeights,
@@ -37,18 +39,36 @@ other than None replaces the output."""
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A model ready to run. Stateless: a step depends on its batch and views only. dtype: of the hidden states."""
+    """A model ready to run. Stateless: a step depends on its batch and views only.
+
+    weights: of the first device. dtype: of the hidden states. others: the weights of the other devices, if the model is
+    split over several (tensor parallel). whole_head [V, H]: the matrix of the logits of all devices, if there are
+    several.
+    """
 
     config: ModelConfig
     ops: Ops
     weights: DecoderWeights
     dtype: torch.dtype
+    others: tuple[DecoderWeights, ...] = ()
+    whole_head: Block | None = None
 
-    def forward(self, batch: Batch, views: CacheViews, observe: Observer | None = None) -> Tensor:
+    @property
+    def shards(self) -> tuple[DecoderWeights, ...]:
+        """The weights of all devices."""
+        return self.weights, *self.others
+
+    @property
+    def head(self) -> Weight:
+        """The matrix of the logits of all devices."""
+        return self.weights.head if self.whole_head is None else self.whole_head
+
+    def forward(self, batch: Batch, *views: CacheViews, observe: Observer | None = None) -> Tensor:
         """Runs one step; returns hidden states after the final norm: of the tokens `batch.logit_tokens` [L, H] or, with
         `batch.layout.hidden`, of all tokens [T, H].
 
-        Mutates the views as the mixers do: K/V of every token, the rows' target slots, the emit slots.
+        views: of each device. Mutates them as the mixers do: K/V of every token, the rows' target slots, the emit
+        slots.
         """
         ops, weights = self.ops, self.weights
         rope = ops.rope(batch.positions, weights.rope)
@@ -57,11 +77,12 @@ class Decoder:
             residual = residual.index_copy(0, batch.input_embeds.tokens, batch.input_embeds.rows.to(residual.dtype))
         if observe is not None and (changed := observe(-1, residual)) is not None:
             residual = changed
-        for index, layer in enumerate(weights.layers):
-            residual, x = ops.add_norm(residual, delta, layer.input_norm, weights.eps)
-            delta = self._mix(x, layer, batch, views, rope)
-            residual, x = ops.add_norm(residual, delta, layer.post_norm, weights.eps)
-            delta = feed_forward(ops, x, layer)
+        for index, layers in enumerate(zip(*(shard.layers for shard in self.shards), strict=True)):
+            residual, x = ops.add_norm(residual, delta, layers[0].input_norm, weights.eps)
+            delta = summed([self._mix(x, layer, batch, view, rope)
+                            for layer, view in zip(layers, views, strict=True)], x.dtype)
+            residual, x = ops.add_norm(residual, delta, layers[0].post_norm, weights.eps)
+            delta = summed([feed_forward(ops, x, layer) for layer in layers], x.dtype)
             if observe is not None and (changed := observe(index, residual + delta)) is not None:
                 residual, delta = changed, None
         if not batch.layout.hidden:
@@ -71,7 +92,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [L, H] -> logits [L, V] float32."""
-        return self.ops.head(hidden, self.weights.head)
+        parts = [self.ops.head(hidden, shard.head) for shard in self.shards]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """The last layer's output [T, H] -> hidden states, as `forward` returns them."""
@@ -84,9 +106,10 @@ class Decoder:
 
     def weight_kinds(self) -> dict[str, int]:
         """Bytes of the parameters by format (a GGUF type, or a dtype); a tied head counts once."""
-        weights: list[Weight] = [self.weights.embedding, self.weights.norm, self.weights.head]
-        for layer in self.weights.layers:
-            weights += _weights(layer)
+        weights: list[Weight] = [self.weights.embedding, self.weights.norm, self.head]
+        for shard in self.shards:
+            for layer in shard.layers:
+                weights += _weights(layer)
         kinds: dict[str, int] = {}
         for block in {id(block): block for weight in weights for block in _blocks(weight)}.values():
             kind = block.type if isinstance(block, QTensor) else _GGUF_NAMES.get(block.dtype, str(block.dtype))
@@ -97,24 +120,45 @@ class Decoder:
         """Bytes of all parameters; a tied head counts once."""
         return sum(self.weight_kinds().values())
 
+    def part_bytes(self) -> list[dict[str, int]]:
+        """Bytes of the layers and of the logits' rows of each device by part. A tied head has those of the
+        embedding."""
+        tied = self.head is self.weights.embedding
+        found = list[dict[str, int]]()
+        for shard in self.shards:
+            parts = dict.fromkeys(("attention", "gated_deltanet", "feed_forward", "head"), 0)
+            for layer in shard.layers:
+                kind = "gated_deltanet" if isinstance(layer.mixer, GdnWeights) else "attention"
+                parts[kind] += _nbytes(_mixer_weights(layer.mixer))
+                parts["feed_forward"] += _nbytes(_mlp_weights(layer.mlp))
+            parts["head"] = 0 if tied else _nbytes([shard.head])
+            found.append(parts)
+        return found
+
     def token_bytes(self) -> int:
         """Bytes of parameters that a token reads: all except unused experts and the other rows of an embedding that is
         not the head."""
-        weights, embedding = self.weights, self.weights.embedding
-        own = sum(block.nbytes for weight in (weights.norm, weights.head) for block in _blocks(weight))
-        row = 0 if embedding is weights.head else embedding.nbytes // len(embedding)
-        return own + row + sum(_token_bytes(layer) for layer in weights.layers)
+        embedding, head = self.weights.embedding, self.head
+        own = _nbytes([self.weights.norm, head])
+        row = 0 if embedding is head else embedding.nbytes // len(embedding)
+        count = self.config.experts.count if self.config.experts else 1
+        return own + row + sum(_token_bytes(layer, count) for shard in self.shards for layer in shard.layers)
 
 
-def _token_bytes(layer: DecoderLayer) -> int:
-    total, mlp = sum(block.nbytes for weight in _weights(layer) for block in _blocks(weight)), layer.mlp
+def _token_bytes(layer: DecoderLayer, count: int) -> int:
+    """count: the experts of all devices."""
+    total, mlp = _nbytes(_weights(layer)), layer.mlp
     if isinstance(mlp, MlpWeights):
         return total
     if isinstance(mlp.experts, ExpertPool):
-        return total + mlp.experts.nbytes * mlp.per_token // len(mlp.experts)
-    experts = sum(block.nbytes for part in mlp.experts for weight in (part.gate_up, part.down)
-                  for block in _blocks(weight))
-    return total - experts + experts * mlp.per_token // len(mlp.experts)
+        return total + mlp.experts.nbytes * mlp.per_token // count
+    experts = _nbytes(weight for part in mlp.experts for weight in (part.gate_up, part.down))
+    return total - experts + experts * mlp.per_token // count
+
+
+def summed(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Returns the sum of what the devices have computed, rounded."""
+    return tree_sum(parts).to(dtype)
 
 
 def feed_forward(ops: Ops, x: Tensor, layer: DecoderLayer) -> Tensor:
@@ -133,12 +177,19 @@ def dense_parts(weights: MlpWeights | MoeWeights) -> tuple[MlpWeights, ...]:
 
 
 def _weights(layer: DecoderLayer) -> Iterator[Weight]:
-    mixer = layer.mixer
     yield from (layer.input_norm, layer.post_norm)
-    for mlp in dense_parts(layer.mlp):
-        yield from (mlp.gate_up, mlp.down)
-    if isinstance(layer.mlp, MoeWeights):
-        yield layer.mlp.router
+    yield from _mlp_weights(layer.mlp)
+    yield from _mixer_weights(layer.mixer)
+
+
+def _mlp_weights(mlp: MlpWeights | MoeWeights) -> Iterator[Weight]:
+    for part in dense_parts(mlp):
+        yield from (part.gate_up, part.down)
+    if isinstance(mlp, MoeWeights):
+        yield mlp.router
+
+
+def _mixer_weights(mixer: GdnWeights | AttentionWeights) -> Iterator[Weight]:
     if isinstance(mixer, GdnWeights):
         yield from (mixer.in_proj, mixer.conv, mixer.decay, mixer.dt_bias, mixer.norm, mixer.out_proj)
     else:
@@ -146,35 +197,45 @@ def _weights(layer: DecoderLayer) -> Iterator[Weight]:
         yield from (vector for vector in (mixer.q_norm, mixer.k_norm, mixer.bias) if vector is not None)
 
 
+def _nbytes(weights: Iterable[Weight]) -> int:
+    return sum(block.nbytes for weight in weights for block in _blocks(weight))
+
+
 def build(config: ModelConfig, weights: dict[str, Weight], ops: Ops, dtype: torch.dtype,
-          tiled: bool = False, pools: Sequence[ExpertPool | None] = ()) -> Decoder:
+          tiled: bool = False, pools: Sequence[ExpertPool | None] = (), tp: int = 1) -> Decoder:
     """Builds a decoder from canonical tensors (loader/names), which it pops from `weights`, so that joining projections
     needs memory for one layer only.
 
     dtype: of the hidden states. tiled: value heads are in the order of GGUF files. pools: experts of each layer, or
-        its whole feed-forward, that are not among the weights.
+        its whole feed-forward, that are not among the weights. tp: number of devices.
     """
-    counts = {"linear_attention": 0, "full_attention": 0}
-    layers = []
+    splitter, counts = Splitter(config, tp, tiled), {"linear_attention": 0, "full_attention": 0}
+    layers: list[list[DecoderLayer]] = [[] for _ in splitter.shards]
     for index, kind in enumerate(config.layer_types):
-        take = WeightLoader(weights, f"model.layers.{index}.", ops, config.norm_offset)
-        mixer = _gdn(config, take, tiled) if kind == "linear_attention" else _attention(config, take)
-        layers.append(DecoderLayer(take.norm("input_layernorm"), mixer, take.norm("post_attention_layernorm"),
-                            take.feed_forward(config.experts, pools[index] if pools else None), counts[kind]))
+        prefix = f"model.layers.{index}."
+        parts = splitter.split(weights, prefix)
+        for shard, part, built in zip(splitter.shards, parts, layers, strict=True):
+            take = WeightLoader(part, prefix, ops, config.norm_offset, shard)
+            mixer = _gdn(take) if kind == "linear_attention" else _attention(take)
+            built.append(DecoderLayer(take.norm("input_layernorm"), mixer, take.norm("post_attention_layernorm"),
+                                      take.feed_forward(pools[index] if pools else None), counts[kind]))
         counts[kind] += 1
-    top = WeightLoader(weights, "", ops, config.norm_offset)
+    top = WeightLoader(weights, "", ops, config.norm_offset, splitter.shards[0])
     embedding = top.block("model.embed_tokens", table=True)
-    head = embedding if config.tie_word_embeddings else top.block("lm_head")
+    head = embedding if config.tie_word_embeddings else top.block("lm_head", table=tp > 1)
     rope = RopeSpec(config.rope.theta, config.rope.rotary_dim, config.rope.mrope_section, config.rope.factors)
-    decoder = DecoderWeights(embedding, tuple(layers), top.norm("model.norm"), head, rope, config.rms_norm_eps)
-    return Decoder(config, ops, decoder, dtype)
+    norm = top.norm("model.norm")
+    first, *others = [DecoderWeights(embedding, tuple(built), norm, rows, rope, config.rms_norm_eps)
+                      for built, rows in zip(layers, splitter.head(head), strict=True)]
+    return Decoder(config, ops, first, dtype, tuple(others), head if others else None)
 
 
 class WeightLoader:
-    """Pops the tensors of one module prefix, in the form of the ops."""
+    """Pops the tensors of one module prefix, in the form of the ops. shard: the device whose tensors they are."""
 
-    def __init__(self, weights: dict[str, Weight], prefix: str, ops: Ops, norm_offset: float) -> None:
+    def __init__(self, weights: dict[str, Weight], prefix: str, ops: Ops, norm_offset: float, shard: Shard) -> None:
         self.weights, self.prefix, self.ops, self.norm_offset = weights, prefix, ops, norm_offset
+        self.shard = shard
 
     def plain(self, name: str) -> Tensor:
         tensor = self.weights.pop(self.prefix + name)
@@ -198,18 +259,21 @@ class WeightLoader:
         """Returns one weight with the rows of all these modules; in blocks if some are packed already."""
         return self._joined([self.weights.pop(f"{self.prefix}{name}.weight") for name in names])
 
-    def feed_forward(self, experts: ExpertsConfig | None, pool: ExpertPool | None = None) -> MlpWeights | MoeWeights:
+    def feed_forward(self, pool: ExpertPool | None = None) -> MlpWeights | MoeWeights:
         """Returns the feed-forward: dense if the model has no experts. pool: the experts, if they are elsewhere."""
+        experts = self.shard.config.experts
         if experts is None and pool is not None:
             found: MlpWeights = pool.store.weights(pool.layer)
             return found
         if experts is None:
             return self._mlp("mlp.")
         own = self._experts() if pool is None else pool
-        if not experts.shared_size:
-            return MoeWeights(self.linear("mlp.gate"), own, None, experts.per_token, experts.normalised)
-        return MoeWeights(self.linear("mlp.gate", "mlp.shared_expert_gate"), own, self._mlp("mlp.shared_expert."),
-                          experts.per_token, experts.normalised)
+        # other devices may have all of it
+        has_shared = f"{self.prefix}mlp.shared_expert.down_proj.weight" in self.weights
+        gates = ["mlp.gate", "mlp.shared_expert_gate"] if has_shared else ["mlp.gate"]
+        shared = self._mlp("mlp.shared_expert.") if has_shared else None
+        return MoeWeights(self.linear(*gates), own, shared, experts.per_token, experts.normalised,
+                          self.shard.count, self.shard.experts.start)
 
     def _experts(self) -> tuple[MlpWeights, ...]:
         stacks = [self.weights.pop(f"{self.prefix}mlp.experts.{part}_proj.weight") for part in ("gate", "up", "down")]
@@ -218,7 +282,8 @@ class WeightLoader:
                      for gate, up, down in zip(*stacks, strict=True))
 
     def _mlp(self, prefix: str) -> MlpWeights:
-        return MlpWeights(self.linear(f"{prefix}gate_proj", f"{prefix}up_proj"), self.linear(f"{prefix}down_proj"))
+        return MlpWeights(self.linear(f"{prefix}gate_proj", f"{prefix}up_proj"), self.linear(f"{prefix}down_proj"),
+                          shards=self.shard.count)
 
     def _joined(self, blocks: Sequence[Weight], copies: bool = True) -> Weight:
         """copies: packed blocks may be copied to be joined."""
@@ -235,21 +300,28 @@ class WeightLoader:
         return packed[0] if len(packed) == 1 else tuple(packed)
 
 
-def _gdn(config: ModelConfig, take: WeightLoader, tiled: bool) -> GdnWeights:
+def _gdn(take: WeightLoader) -> GdnWeights:
+    shard = take.shard
+    config = shard_config(shard.config, shard.count)
     linear = config.linear
     assert linear is not None
     spec = GdnSpec(linear.num_key_heads, linear.num_value_heads, linear.key_head_dim, linear.value_head_dim,
-                   linear.conv_kernel, config.rms_norm_eps, tiled)
+                   linear.conv_kernel, config.rms_norm_eps, shard.tiled)
     parts = [f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")]
     return GdnWeights(spec, take.linear(*parts), take.plain("linear_attn.conv1d.weight").squeeze(1).contiguous(),
                       -take.float32("linear_attn.A_log").exp(), take.float32("linear_attn.dt_bias"),
-                      take.float32("linear_attn.norm.weight"), take.linear("linear_attn.out_proj"))
+                      take.float32("linear_attn.norm.weight"), take.linear("linear_attn.out_proj"), shard.count)
 
 
-def _attention(config: ModelConfig, take: WeightLoader) -> AttentionWeights:
-    spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+def attention_spec(config: ModelConfig) -> AttentionSpec:
+    return AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                          config.rope.rotary_dim, config.attention_output_gate, config.rms_norm_eps)
+
+
+def _attention(take: WeightLoader) -> AttentionWeights:
+    config = shard_config(take.shard.config, take.shard.count)
     qkv = take.linear(*(f"self_attn.{part}_proj" for part in "qkv"))
     q_norm, k_norm = (take.norm(f"self_attn.{part}_norm") if config.qk_norm else None for part in "qk")
     bias = torch.cat([take.float32(f"self_attn.{part}_proj.bias") for part in "qkv"]) if config.qkv_bias else None
-    return AttentionWeights(spec, qkv, q_norm, k_norm, take.linear("self_attn.o_proj"), bias)
+    return AttentionWeights(attention_spec(config), qkv, q_norm, k_norm, take.linear("self_attn.o_proj"), bias,
+                            take.shard.count)

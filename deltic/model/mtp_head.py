@@ -11,14 +11,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from deltic.config import ExpertsConfig, ModelConfig
+from deltic.config import ExpertsConfig, ModelConfig, shard_config
 from deltic.errors import ModelError
-from deltic.model.decoder import Decoder, WeightLoader, dense_parts, feed_forward
+from deltic.model.decoder import Decoder, WeightLoader, attention_spec, dense_parts, feed_forward, summed
 from deltic.model.draft_vocabulary import DraftVocabulary
+from deltic.model.tensor_parallel import Splitter
 from deltic.ops import Ops
 from deltic.ops.quantized import QTensor
 from deltic.ops.types import (
-    AttentionSpec,
     AttentionWeights,
     Batch,
     Block,
@@ -30,6 +30,7 @@ from deltic.ops.types import (
 )
 
 log = logging.getLogger("deltic")
+_LAYER: Final = "mtp.layers.0."
 _POSITIVE: Final = 0.95
 """Share of a norm's factors that are above zero, at least."""
 
@@ -41,39 +42,47 @@ class MtpHead(MtpWeights):
     Row i of its K/V is made of the token at position i and of the trunk's hidden state at i - 1, after the final norm
     (zero for row 0). Its output there gives the logits of the token at i + 1, and replaces the hidden state at i for
     the next draft.
-    dtype: of the activations. vocabulary: of a shortened head, the tokens of its rows.
+    dtype: of the activations. vocabulary: of a shortened head, the tokens of its rows. others: `layer` and `kv` of the
+    other devices, if the model is split over several.
     """
 
     ops: Ops
     dtype: torch.dtype
     vocabulary: DraftVocabulary | None = None
+    others: tuple[tuple[DecoderLayer, Weight], ...] = ()
 
-    def draft(self, ids: Tensor, hidden: Tensor, batch: Batch, views: CacheViews) -> tuple[Tensor, Tensor]:
+    @property
+    def shards(self) -> tuple[tuple[DecoderLayer, Weight], ...]:
+        """`layer` and `kv` of all devices."""
+        return (self.layer, self.kv), *self.others
+
+    def draft(self, ids: Tensor, hidden: Tensor, batch: Batch, *views: CacheViews) -> tuple[Tensor, Tensor]:
         """Drafts the tokens that follow `ids`.
 
         ids [T] int64: the batch's tokens, at its positions. hidden [T, H]: the hidden states before them, the trunk's
             or an earlier result; of any floating dtype. Stores the tokens' K/V in the head's layer.
         -> (hidden [T, H] in `dtype`, logits [T, V] float32, -inf for tokens without a row in a shortened head).
         """
-        ops, layer = self.ops, self.layer
+        ops, layers = self.ops, [layer for layer, _ in self.shards]
         residual, x = self._enter(ids, hidden)
         rope = ops.rope(batch.positions, self.rope)
-        assert isinstance(layer.mixer, AttentionWeights)
-        delta = ops.attention_mixer(x, layer.mixer, views.kv[layer.store], batch, rope)
-        residual, x = ops.add_norm(residual, delta, layer.post_norm, self.eps)
-        hidden = ops.add_norm(residual, feed_forward(ops, x, layer), self.norm, self.eps)[1]
+        delta = summed([ops.attention_mixer(x, _attention(layer), view.kv[layer.store], batch, rope)
+                        for layer, view in zip(layers, views, strict=True)], x.dtype)
+        residual, x = ops.add_norm(residual, delta, self.layer.post_norm, self.eps)
+        delta = summed([feed_forward(ops, x, layer) for layer in layers], x.dtype)
+        hidden = ops.add_norm(residual, delta, self.norm, self.eps)[1]
         logits = ops.head(hidden, self.head)
         return hidden, logits if self.vocabulary is None else self.vocabulary.spread(logits)
 
-    def keep(self, ids: Tensor, hidden: Tensor, batch: Batch, views: CacheViews) -> None:
+    def keep(self, ids: Tensor, hidden: Tensor, batch: Batch, *views: CacheViews) -> None:
         """Stores the K/V of the batch's tokens in the head's layer, and nothing else.
 
         ids [T] int64, hidden [T, H]: as for `draft`; hidden states of the trunk, so that the rows may be shared.
         """
-        layer = self.layer
-        assert isinstance(layer.mixer, AttentionWeights)
-        self.ops.store_kv(self._enter(ids, hidden)[1], self.kv, layer.mixer.k_norm, layer.mixer.spec,
-                          views.kv[layer.store], batch, self.ops.rope(batch.positions, self.rope))
+        x, rope = self._enter(ids, hidden)[1], self.ops.rope(batch.positions, self.rope)
+        for (layer, kv), view in zip(self.shards, views, strict=True):
+            mixer = _attention(layer)
+            self.ops.store_kv(x, kv, mixer.k_norm, mixer.spec, view.kv[layer.store], batch, rope)
 
     def _enter(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the residual stream at the layer's input, and its norm, [T, H] each."""
@@ -96,30 +105,46 @@ def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder
     if config.experts is not None:
         _borrow_gates(config.experts, tensors, decoder)
     offset = 0.0 if _has_offset(tensors, decoder) else config.norm_offset
-    layer, top = (WeightLoader(tensors, prefix, ops, offset) for prefix in ("mtp.layers.0.", "mtp."))
-    spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
-                         config.rope.rotary_dim, config.attention_output_gate, config.rms_norm_eps)
-    kv = layer.linear("self_attn.k_proj", "self_attn.v_proj")
-    mixer = AttentionWeights(spec, _blocks(layer.linear("self_attn.q_proj")) + _blocks(kv),
-                             layer.norm("self_attn.q_norm"), layer.norm("self_attn.k_norm"),
-                             layer.linear("self_attn.o_proj"))
-    mlp = layer.feed_forward(config.experts)
-    router = (mlp.router,) if isinstance(mlp, MoeWeights) else ()
+    splitter = Splitter(config, len(decoder.shards))
+    parts = [_layer(WeightLoader(part, _LAYER, ops, offset, shard))
+             for part, shard in zip(splitter.split(tensors, _LAYER), splitter.shards, strict=True)]
+    top = WeightLoader(tensors, "mtp.", ops, offset, splitter.shards[0])
     embedding = top.block("embed_tokens", table=True) if "mtp.embed_tokens.weight" in tensors else main.embedding
-    head = top.block("shared_head.head", tokens is not None) if "mtp.shared_head.head.weight" in tensors else main.head
+    head = (top.block("shared_head.head", tokens is not None) if "mtp.shared_head.head.weight" in tensors
+            else decoder.head)
     assert not isinstance(head, tuple), "the matrix of the logits is one block"
     short = None if tokens is None else DraftVocabulary(head, tokens)
     fc = top.linear("fc")
-    inner = (weight for part in dense_parts(mlp) for weight in (part.gate_up, part.down))
-    matrices = (embedding, *(block for weight in (fc, mixer.qkv, mixer.o_proj, head, *router, *inner)
-                             for block in _blocks(weight)))
+    matrices = (embedding, *(block for weight in (fc, head, *_matrices(parts[0][0])) for block in _blocks(weight)))
     return MtpHead(
-        embedding, top.norm("pre_fc_norm_embedding"), top.norm("pre_fc_norm_hidden"), fc,
-        DecoderLayer(layer.norm("input_layernorm"), mixer, layer.norm("post_attention_layernorm"), mlp,
-              len(config.attention_layers)),
-        kv, top.norm("norm"), short.head if short else head, main.rope, main.eps, short.ids if short else None, ops,
+        embedding, top.norm("pre_fc_norm_embedding"), top.norm("pre_fc_norm_hidden"), fc, *parts[0],
+        top.norm("norm"), short.head if short else head, main.rope, main.eps, short.ids if short else None, ops,
         # as a whole native step computes; plain matrices want activations of their own dtype
-        torch.float32 if all(isinstance(block, QTensor) for block in matrices) else decoder.dtype, short)
+        torch.float32 if all(isinstance(block, QTensor) for block in matrices) else decoder.dtype, short,
+        tuple(parts[1:]))
+
+
+def _layer(take: WeightLoader) -> tuple[DecoderLayer, Weight]:
+    """Returns a device's `layer` and `kv`."""
+    config = shard_config(take.shard.config, take.shard.count)
+    kv = take.linear("self_attn.k_proj", "self_attn.v_proj")
+    mixer = AttentionWeights(attention_spec(config), _blocks(take.linear("self_attn.q_proj")) + _blocks(kv),
+                             take.norm("self_attn.q_norm"), take.norm("self_attn.k_norm"),
+                             take.linear("self_attn.o_proj"), shards=take.shard.count)
+    return DecoderLayer(take.norm("input_layernorm"), mixer, take.norm("post_attention_layernorm"),
+                        take.feed_forward(), len(config.attention_layers)), kv
+
+
+def _matrices(layer: DecoderLayer) -> list[Weight]:
+    mixer, mlp = _attention(layer), layer.mlp
+    router = [mlp.router] if isinstance(mlp, MoeWeights) else []
+    return [mixer.qkv, mixer.o_proj, *router,
+            *(weight for part in dense_parts(mlp) for weight in (part.gate_up, part.down))]
+
+
+def _attention(layer: DecoderLayer) -> AttentionWeights:
+    assert isinstance(layer.mixer, AttentionWeights)
+    return layer.mixer
 
 
 def _borrow_gates(experts: ExpertsConfig, tensors: dict[str, Weight], decoder: Decoder) -> None:

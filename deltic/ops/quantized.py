@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,9 +45,7 @@ class QTensor:
 
     def room_for(self, rows: int) -> QTensor:
         """Returns an empty matrix of this form with so many rows, a multiple of PANEL, for `put` to fill."""
-        data = Arena().take(self.nbytes // -(-self.rows // PANEL) * (rows // PANEL))
-        matrix = self.matrix.__class__(self.matrix.type, rows, self.columns, data.data_ptr())
-        return replace(self, rows=rows, data=data, matrix=matrix)
+        return self._with(rows, self.columns, Arena().take(self.nbytes // -(-self.rows // PANEL) * (rows // PANEL)))
 
     def put(self, places: Tensor, source: QTensor, rows: Tensor) -> None:
         """Overwrites the rows `places` [N] with the rows `rows` [N] of a matrix of the same form, all int64."""
@@ -56,6 +54,41 @@ class QTensor:
         places, rows = places.contiguous(), rows.contiguous()
         library().deltic_copy_rows(byref(source.matrix), rows.data_ptr(), len(rows), byref(self.matrix),
                                    places.data_ptr())
+
+    def row_view(self, first: int, end: int) -> QTensor:
+        """Returns a view of the rows from `first`, a multiple of PANEL, to `end`, a multiple or the last one."""
+        assert first % PANEL == 0 and (end % PANEL == 0 or end == self.rows)
+        size = self.nbytes // -(-self.rows // PANEL)
+        return self._with(end - first, self.columns, self.data[first // PANEL * size:-(-end // PANEL) * size])
+
+    def take_rows(self, ranges: Sequence[slice], arena: Arena) -> QTensor:
+        """Returns a copy of these rows."""
+        rows = torch.cat([torch.arange(part.start, part.stop) for part in ranges])
+        size = self.nbytes // -(-self.rows // PANEL)
+        found = self._with(len(rows), self.columns, arena.take(-(-len(rows) // PANEL) * size).zero_())
+        found.put(torch.arange(len(rows)), self, rows)
+        return found
+
+    def take_columns(self, ranges: Sequence[slice], arena: Arena) -> QTensor:
+        """Returns a copy of these columns, which begin and end with blocks."""
+        panels = self.data.view(-(-self.rows // PANEL), -1)
+        parts = [panels[:, self._offset(part.start):self._offset(part.stop)] for part in ranges]
+        columns = sum(part.stop - part.start for part in ranges)
+        if self.type not in (name for name, _ in PLAIN_TYPES.values()):  # eight blocks of 32 may lie together
+            assert (columns % 256 == 0) == (self.columns % 256 == 0), "the blocks would lie in another order"
+        data = arena.take(sum(part.numel() for part in parts))
+        torch.cat(parts, 1, out=data.view(len(panels), -1))
+        return self._with(self.rows, columns, data)
+
+    def _offset(self, column: int) -> int:
+        """Returns the byte in a panel at which a column begins."""
+        if self.type == "BF16":
+            return -(-column // 2) * 4 * PANEL
+        return self.nbytes // -(-self.rows // PANEL) * column // self.columns
+
+    def _with(self, rows: int, columns: int, data: Tensor) -> QTensor:
+        return replace(self, rows=rows, columns=columns, data=data,
+                       matrix=self.matrix.__class__(self.matrix.type, rows, columns, data.data_ptr()))
 
     def joined(self, other: QTensor) -> QTensor | None:
         """Returns one matrix with the rows of both, if that is worth a copy."""

@@ -9,7 +9,7 @@ import torch
 
 from deltic.cache.memory_plan import MemoryNeeds, MemoryPlan, enough, split_memory
 from deltic.cache.tensors import PoolOptions, delta_log_bytes, frame_layout, page_bytes, slot_bytes
-from deltic.config import EngineConfig, ModelConfig, available_memory
+from deltic.config import EngineConfig, ModelConfig, available_memory, shard_config
 from deltic.config.engine import GPU_TOKEN_BUDGET, option_defaults
 from deltic.errors import ConfigError
 from deltic.ops.cuda.quantized_moe import scratch_bytes
@@ -58,17 +58,19 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     """Splits the cache's memory. Raises ConfigError if it holds nothing. dtype: of activations. head: there is a draft
     head. drafts, defers: sequences need delta logs, for drafts or for deferred state writes. vectors: the model makes
     embeddings beside other models, so the cache takes no more than one text of full length and a step need. card: the
-    memory of the GPU; default: as it is now."""
+    memory of the GPU; default: as it is now. The plan is for all devices that share the model together."""
     kv = {"fp8": FP8, "int4": INT4}.get(options.kv_dtype)
     if kv == INT4 and config.head_dim not in (16, 32, 64, 128, 256):
         raise ConfigError(f"kv_dtype=int4 rotates heads of 16 to 256 dimensions, a power of two; this model's have "
                           f"{config.head_dim}: leave it out", "kv_dtype")
     state: torch.dtype = getattr(torch, options.state_dtype)
-    logs = delta_log_bytes(config, dtype) if drafts or defers else 0
-    layout = frame_layout(config, dtype, PoolOptions(0, head, kv=kv, state=state))
-    needs = MemoryNeeds(page_bytes(config, kv or dtype, head), slot_bytes(config, dtype, head, state),
+    count = options.shards
+    own = shard_config(config, count)
+    logs = count * delta_log_bytes(own, dtype) if drafts or defers else 0
+    layout = frame_layout(own, dtype, PoolOptions(0, head, kv=kv, state=state))
+    needs = MemoryNeeds(count * page_bytes(own, kv or dtype, head), count * slot_bytes(own, dtype, head, state),
                         config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,
-                        logs, options.prefix_cache, options.asks_for_context, layout=layout)
+                        logs, options.prefix_cache, options.asks_for_context, layout=layout and layout.of_shards(count))
     budget = options.memory_bytes
     if budget is None and options.on_gpu:
         card = card or card_memory(options, working_bytes(config, options.token_budget))
@@ -85,7 +87,7 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     if options.on_gpu and kv is None and memory.max_context < (options.max_context or config.max_position_embeddings):
         warnings = (*warnings, "`kv_dtype='fp8'` would hold twice the context")
     return (replace(memory, warnings=warnings, notes=_division(memory, needs, card)),
-            PoolOptions(memory.delta_logs, head, kv=kv, state=state, layout=memory.layout))
+            PoolOptions(memory.delta_logs, head, kv=kv, state=state, layout=memory.layout and layout))
 
 
 def _division(memory: MemoryPlan, needs: MemoryNeeds, card: CardMemory | None) -> tuple[str, ...]:
@@ -124,7 +126,7 @@ def share_memory(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
     """Splits the options of a model from those of its draft model, which gets a quarter of the memory."""
     memory = options.memory_bytes or free_memory(options.device) // 2
     own = {name: value for name, value in option_defaults().items()
-           if name.startswith("expert_") or name in ("cache_dir", "cache_disk_gb")}
+           if name.startswith("expert_") or name in ("cache_dir", "cache_disk_gb", "tp")}
     drafting = replace(options, memory=str(memory // 4), speculate="off", **own)
     return replace(options, memory=str(memory - memory // 4)), drafting
 

@@ -18,6 +18,7 @@ from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryPlan
 from deltic.cache.offload.disk import DiskRecords
 from deltic.cache.operations import CopyPage, CopySlot
+from deltic.cache.sharded_pools import ShardedPools
 from deltic.cache.tensors import CachePools
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.vision import Vision
@@ -28,7 +29,7 @@ from deltic.model.decoder import Decoder, Observer
 from deltic.model.mtp_head import MtpHead as MtpHead
 from deltic.ops import Ops, explain, select
 from deltic.ops.capabilities import Capabilities, can_defer_state_writes, device_capabilities
-from deltic.ops.cpu import use_torch_threads
+from deltic.ops.cpu import has_wide_activations, use_torch_threads
 from deltic.ops.cuda.driver import make_current
 from deltic.ops.memory import is_shortage
 from deltic.ops.types import Batch, CacheViews, PreparesPrompts, Sampled, Sampling
@@ -135,7 +136,7 @@ class ModelRunner:
 
     These are derived:
 
-    views: the cache's tensors by layer.
+    shard_views: the cache's tensors by layer, on each device.
     step: runs a batch in one native call, if the ops have one.
     mtp_runner: the draft head over this cache.
     graphs: replays decode steps, on a GPU.
@@ -162,7 +163,7 @@ class ModelRunner:
     statistics: list[LayerStatistics] = field(default_factory=list)
     hooks: list[Observer] = field(default_factory=list)
     profiler: Callable[[Batch], None] | None = None
-    views: CacheViews = field(init=False)
+    shard_views: tuple[CacheViews, ...] = field(init=False)
     step: Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None = field(init=False)
     mtp_runner: MtpRunner | None = field(init=False)
     graphs: CudaGraphs | None = field(init=False)
@@ -171,10 +172,13 @@ class ModelRunner:
 
     def __post_init__(self) -> None:
         pools, ops = self.pools, self.decoder.ops
-        self.views = CacheViews(pools.kv_views(), pools.state_views())
+        self.shard_views = tuple(CacheViews(shard.kv_views(), shard.state_views()) for shard in pools.shards)
         self.step = ops.step(ops, self.decoder.weights, self.views)
-        self.mtp_runner = (MtpRunner(self.mtp, self.views, pools.hidden)
-                     if self.mtp is not None and pools.hidden is not None else None)
+        if self.decoder.others and has_wide_activations(ops, self.decoder.weights, self.views):
+            self.decoder = replace(self.decoder, dtype=torch.float32)
+        hidden = pools.shards[0].hidden
+        self.mtp_runner = (MtpRunner(self.mtp, self.shard_views, hidden)
+                     if self.mtp is not None and hidden is not None else None)
         if self.mtp_runner:
             pools.backlogs[:] = [self.mtp_runner.catch_up]
         self.graphs = (CudaGraphs(lambda batch: self._follow(batch)[0])
@@ -188,7 +192,7 @@ class ModelRunner:
         )
         if isinstance(self.options.speculation, Auto) and self.options.on_gpu and not fast:
             self.mtp_runner = None  # torch would compute it op by op, which is too slow
-        may_verify = pools.delta_logs is not None or self.config.linear is None
+        may_verify = pools.shards[0].delta_logs is not None or self.config.linear is None
         verifies = fast and may_verify and not self.options.batch_invariant
         defers = verifies and self.config.linear is not None
         self.capabilities = replace(device_capabilities(pools.device), max_verify_rows=FEW_ROWS if verifies else None,
@@ -208,10 +212,15 @@ class ModelRunner:
                               f"memory: {why}", option)
 
     @property
-    def pools(self) -> CachePools:
+    def pools(self) -> CachePools | ShardedPools:
         """The tensors behind the cache."""
-        assert isinstance(self.cache.pools, CachePools)
+        assert isinstance(self.cache.pools, CachePools | ShardedPools)
         return self.cache.pools
+
+    @property
+    def views(self) -> CacheViews:
+        """The cache's tensors by layer, on the first device."""
+        return self.shard_views[0]
 
     @property
     def ops(self) -> Ops:
@@ -351,7 +360,7 @@ class ModelRunner:
         if found is not None:
             return found
         self.pools.wait()
-        hidden = self.decoder.forward(batch, self.views, observer)
+        hidden = self.decoder.forward(batch, *self.shard_views, observe=observer)
         logits = self.decoder.logits(hidden[batch.logit_tokens] if batch.layout.hidden else hidden)
         return logits, hidden if batch.layout.hidden else None
 

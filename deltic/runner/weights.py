@@ -24,6 +24,7 @@ from deltic.loader.quantize import FP8, STORED, quantize_tensors, quantize_tower
 from deltic.loader.safetensors import Progress
 from deltic.loader.vision import expected_tower
 from deltic.model.draft_vocabulary import Tokens, draftable
+from deltic.model.tensor_parallel import check_degree
 from deltic.model.vision_tower import build_tower
 from deltic.ops import Ops
 from deltic.ops.capabilities import verifies_drafts
@@ -87,6 +88,7 @@ class WeightReader:
         self._scheme = STORED if files and keeps_float8(files, options, dtype) else options.quant
         quantizes = self._scheme != "none"
         self._quantizes = quantizes and not (drafts and self.tiled)
+        check_degree(source.config, options.shards, self.tiled or quantizes, self.tiled)
         self._marks = self._mark_files() if files and (options.cache_dir or options.aot_dir) else []
         in_files = files if files and not files.weights else None
         check_experts(in_files, source.config, options, dtype, self.tiled or quantizes)

@@ -86,12 +86,12 @@ class MtpRunner:
     the hidden state of its last committed token.
     """
 
-    def __init__(self, mtp: MtpHead, views: CacheViews, hidden: Tensor) -> None:
-        """hidden [1, slots, H] float32: those of the state slots."""
+    def __init__(self, mtp: MtpHead, views: tuple[CacheViews, ...], hidden: Tensor) -> None:
+        """views: of each device. hidden [1, slots, H] float32: those of the state slots."""
         self._mtp, self._views, self._slots = mtp, views, hidden[0]
         self._last = hidden[0, :0]
         self._backlog: _Backlog | None = None
-        self._step = mtp.ops.mtp_step(mtp.ops, mtp, views, hidden[0])
+        self._step = mtp.ops.mtp_step(mtp.ops, mtp, views[0], hidden[0]) if len(views) == 1 else None
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
         """Processes a step. hidden [T, H] float32: those of all its tokens after the model's final norm. `settle` sets
@@ -106,7 +106,7 @@ class MtpRunner:
         before = hidden.roll(1, 0)
         firsts, ends = batch.starts[:-1], batch.starts[1:] - 1
         before[firsts] = torch.where((batch.done > 0)[:, None], self._slots[batch.source], 0.0)
-        self._mtp.keep(batch.ids, before, batch, self._views)
+        self._mtp.keep(batch.ids, before, batch, *self._views)
         if batch.layout.checkpoints:
             rows = batch.emit_row
             self._slots[batch.emit_slot] = hidden[batch.starts[rows] + batch.emit_length - batch.done[rows] - 1]
@@ -178,7 +178,7 @@ class MtpRunner:
         self.catch_up()
         if hidden is None:
             hidden = torch.where((batch.done > 0)[:, None], self._slots[batch.source], 0.0)
-        return self._mtp.draft(batch.ids, hidden, batch, self._views)
+        return self._mtp.draft(batch.ids, hidden, batch, *self._views)
 
 
 def _single(batch: Batch) -> bool:

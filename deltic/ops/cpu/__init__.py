@@ -27,6 +27,7 @@ from deltic.ops.cpu.kernels import (
     store_kv,
 )
 from deltic.ops.cpu.library import LEVELS, ThreadPool, load
+from deltic.ops.cpu.step import has_wide_activations as has_wide_activations
 from deltic.ops.cpu.step import left_to_others as left_to_others
 from deltic.ops.cpu.step import mtp_step as mtp_step
 from deltic.ops.cpu.step import step as step

@@ -60,7 +60,7 @@ from deltic.ops.types import (
 
 def step(pool: ThreadPool, ops: Ops, decoder: DecoderWeights, views: CacheViews
          ) -> Callable[[Batch], tuple[Tensor, Tensor | None]] | None:
-    if not _own(pool, ops) or not _fits(decoder, views):
+    if not _own(pool, ops) or not _fits(decoder, views) or _split(decoder):
         return None
     model, borrowed = _model(decoder, views)
     vocabulary, width, by_reference = len(decoder.embedding), model.hidden, byref(model)
@@ -83,7 +83,7 @@ def step(pool: ThreadPool, ops: Ops, decoder: DecoderWeights, views: CacheViews
 def mtp_step(pool: ThreadPool, ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) -> MtpStep | None:
     decoder = DecoderWeights(weights.embedding, (weights.layer,), weights.norm, weights.head, weights.rope, weights.eps)
     own = _own(pool, ops) and ops.store_kv == MethodType(kernels.store_kv, pool)
-    if not own or not _fits(decoder, views) or not packed(weights.fc):
+    if not own or not _fits(decoder, views) or _split(decoder) or not packed(weights.fc):
         return None
     model, borrowed = _model(decoder, views)
     head = MtpStruct(model, native_weight(weights.fc), native_weight(weights.kv), address(weights.norm_embedding),
@@ -141,6 +141,17 @@ def _own(pool: ThreadPool, ops: Ops) -> bool:
     return (ops.embed, ops.rope) == (TORCH.embed, TORCH.rope) and served == tuple(MethodType(op, pool) for op in own)
 
 
+def has_wide_activations(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> bool:
+    """True if the kernels would serve whole steps on one device. Activations between layers are float32 then, and must
+    be so on several devices."""
+    pool = getattr(ops.step, "__self__", None)
+    return isinstance(pool, ThreadPool) and _own(pool, ops) and _fits(decoder, views)
+
+
+def _split(decoder: DecoderWeights) -> bool:
+    return any(layer.mixer.shards > 1 for layer in decoder.layers)
+
+
 def left_to_others(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict[str, str]:
     """Returns the ops of this backend that others serve for a model, and why."""
     torch_serves = "torch (the weights are not packed)"
@@ -148,7 +159,8 @@ def left_to_others(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict
     if not wide_states(views.states):
         left |= dict.fromkeys(("gdn_mixer", "flush_delta_log"), "torch (the states are not float32)")
     if ops.step(ops, decoder, views) is None:
-        left["step"] = "the ops one by one (not all of them are the kernels')"
+        why = "the model is split" if _split(decoder) else "not all of them are the kernels'"
+        left["step"] = f"the ops one by one ({why})"
     return left
 
 
@@ -170,11 +182,10 @@ def _linear_layers(decoder: DecoderWeights) -> dict[str, list[Weight]]:
 
 
 def _fits(decoder: DecoderWeights, views: CacheViews) -> bool:
-    """True if all weights are packed, on the CPU and of one shard, and caches have a dtype that the kernels know."""
+    """True if all weights are packed, on the CPU, and caches have a dtype that the kernels know."""
     weights = [decoder.embedding, *(weight for group in _linear_layers(decoder).values() for weight in group)]
     kinds, dtypes = {view.keys.dtype for view in views.kv}, {view.conv.dtype for view in views.states}
     known = kinds <= KV_KINDS.keys() and dtypes <= KINDS.keys()
-    known &= all(layer.mixer.shards == layer.mlp.shards == 1 for layer in decoder.layers)
     return known and all(map(packed, weights)) and wide_states(views.states)
 
 

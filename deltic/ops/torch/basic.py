@@ -133,8 +133,8 @@ def rope(positions: Tensor, spec: RopeSpec) -> Rope:
             # a slice: a list of indices would be a copy from the host, which a CUDA graph cannot hold
             taken = slice(axis, min(3 * spec.sections[axis], half), 3)
             angles[:, taken] = positions[axis].float()[:, None] * turns[taken]
-    angles = torch.cat((angles, angles), dim=-1)
-    return Rope(angles.cos(), angles.sin())
+    angles = torch.cat((angles, angles), dim=-1).double()  # float32 cosines differ between libraries
+    return Rope(angles.cos().float(), angles.sin().float())
 
 
 def put(pool: Tensor, index: Tensor, values: Tensor) -> None:

@@ -1,0 +1,249 @@
+"""Tensor parallel: what each of N devices has of a model.
+
+Attention is split by query heads, with their K/V heads (a K/V head is on several devices if there are fewer of them);
+Gated DeltaNet by key heads, with their value heads; a feed-forward by its inner columns, at slice ends
+(`ops.slices`); experts by their numbers; the matrix of the logits by tokens. Norms, routers and the embedding are
+whole on every device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import torch
+
+from deltic.config import ModelConfig
+from deltic.errors import ConfigError
+from deltic.ops.memory import Arena
+from deltic.ops.quantized import PANEL, QTensor
+from deltic.ops.slices import PLAIN_UNIT, SLICES, slice_ends, slice_unit
+from deltic.ops.types import Block, Weight
+
+DEGREES: Final = (1, 2, 4, 8)
+"""Numbers of devices, whose slices are subtrees of the sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A device among `count`. config: of the whole model. tiled: as in `GdnSpec`."""
+
+    config: ModelConfig
+    index: int = 0
+    count: int = 1
+    tiled: bool = False
+
+    def share(self, total: int) -> slice:
+        """Returns its part of something that divides evenly."""
+        size = total // self.count
+        return slice(self.index * size, (self.index + 1) * size)
+
+    def inner(self, columns: int, unit: int) -> slice:
+        """Returns its part of columns that are split at slice ends."""
+        ends = [0, *slice_ends(columns, unit, self.count)]
+        return slice(ends[self.index], ends[self.index + 1])
+
+    @property
+    def heads(self) -> slice:
+        return self.share(self.config.num_attention_heads)
+
+    @property
+    def kv_heads(self) -> slice:
+        """Its K/V heads; one that it shares with other devices if there are fewer than devices."""
+        total = self.config.num_key_value_heads
+        if total % self.count == 0:
+            return self.share(total)
+        first = self.index * total // self.count
+        return slice(first, first + 1)
+
+    @property
+    def experts(self) -> slice:
+        assert self.config.experts is not None
+        return self.inner(self.config.experts.count, 1)
+
+    @property
+    def tokens(self) -> slice:
+        """Its rows of the matrix of the logits."""
+        return self.inner(self.config.vocab_size, PANEL)
+
+    @property
+    def value_heads(self) -> list[slice]:
+        """Its value heads, which belong to its key heads."""
+        linear = self.config.linear
+        assert linear is not None
+        if not self.tiled:
+            return [self.share(linear.num_value_heads)]
+        keys, total = self.share(linear.num_key_heads), linear.num_key_heads
+        return [slice(first + keys.start, first + keys.stop) for first in range(0, linear.num_value_heads, total)]
+
+
+def check_degree(config: ModelConfig, count: int, packed: bool = False, tiled: bool = False) -> None:
+    """Raises ConfigError if a model cannot be split over so many devices. packed: matrices consist of quantized blocks.
+    """
+    if why := _obstacle(config, count, packed, tiled):
+        possible = [str(degree) for degree in DEGREES if not _obstacle(config, degree, packed, tiled)]
+        raise ConfigError(f"tp={count} is not possible with this model: {why}; use tp={' or '.join(possible)}", "tp")
+
+
+def _obstacle(config: ModelConfig, count: int, packed: bool, tiled: bool) -> str | None:
+    """Returns the reason why a model cannot be split over so many devices."""
+    if count == 1:
+        return None
+    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    if config.attention_layers or config.num_mtp_layers:
+        if heads % count or (kv_heads % count and count % kv_heads):
+            return f"its {heads} query heads and {kv_heads} K/V heads do not divide over {count} devices"
+        if not _even(heads * dim, count, packed):
+            return f"{count} parts of its {heads * dim} query columns would not end at ends of slices"
+    if config.linear_layers and (linear := config.linear) is not None:
+        if linear.num_key_heads % count:
+            return f"its {linear.num_key_heads} key heads of Gated DeltaNet do not divide over {count} devices"
+        runs = linear.num_value_heads // linear.num_key_heads if tiled else 1
+        if not _even(linear.value_dim, count, packed, runs):
+            return f"{count} parts of its {linear.value_dim} value columns would not end at ends of slices"
+    inner, experts = config.intermediate_size, config.experts
+    if experts is None and not _divides(inner, count, packed, empty=False):
+        return f"{count} parts of its {inner} inner columns would not end at ends of slices, or would be empty"
+    if experts is not None and experts.count < count:
+        return f"it has {experts.count} experts"
+    if experts is not None and not _divides(experts.shared_size, count, packed):
+        return f"{count} parts of {experts.shared_size} columns of the shared expert would not end at ends of slices"
+    return None if config.vocab_size > (count - 1) * PANEL * 2 else f"its vocabulary has {config.vocab_size} tokens"
+
+
+def _units(columns: int, packed: bool) -> set[int]:
+    """Returns the slice units that matrices of so many columns may have; some of packed models are plain."""
+    return {PLAIN_UNIT, slice_unit("Q8_0", columns)} if packed else {PLAIN_UNIT}
+
+
+def _even(columns: int, count: int, packed: bool, runs: int = 1) -> bool:
+    """True if equal parts of columns end at ends of slices."""
+    width = columns // runs
+    for unit in _units(columns, packed):
+        if width % unit and runs > 1:
+            return False
+        if slice_ends(width, unit, count) != [width // count * part for part in range(1, count + 1)]:
+            return False
+    return _divides(columns, count, packed, runs)
+
+
+def _divides(columns: int, count: int, packed: bool, runs: int = 1, empty: bool = True) -> bool:
+    """True if every device slices its columns by itself as one device does. empty: a device may have none."""
+    width = columns // runs
+    for unit in _units(columns, packed):
+        ends, all_ends = [0, *slice_ends(width, unit, count)], slice_ends(width, unit, SLICES)
+        for index, (first, end) in enumerate(pairwise(ends)):
+            own = SLICES // count
+            wanted = [stop - first for stop in all_ends[index * own:(index + 1) * own]]
+            size = runs * (end - first)
+            mine = PLAIN_UNIT if unit == PLAIN_UNIT else slice_unit("Q8_0", size)
+            if (not size and not empty) or slice_ends(end - first, mine, own) != wanted:
+                return False
+    return True
+
+
+class Splitter:
+    """Cuts canonical tensors (`loader.names`) into those of each device."""
+
+    def __init__(self, config: ModelConfig, count: int = 1, tiled: bool = False) -> None:
+        self.shards = [Shard(config, index, count, tiled) for index in range(count)]
+        self._arena = Arena()
+
+    def split(self, weights: dict[str, Weight], prefix: str) -> list[dict[str, Weight]]:
+        """Returns each device's tensors of a layer, which it pops from `weights`. One device takes them from `weights`
+        itself. A device whose part of a shared expert has no columns does not have its tensors."""
+        if len(self.shards) == 1:
+            return [weights]
+        parts: list[dict[str, Weight]] = [{} for _ in self.shards]
+        names = [name for name in weights if name.startswith(prefix)]
+        units = {name: _unit(weights[name]) for name in names if name.endswith(".down_proj.weight")}
+        for name in names:
+            whole = weights.pop(name)
+            down = re.sub(r"\.(gate|up)_proj\.weight$", ".down_proj.weight", name)
+            for shard, own in zip(self.shards, parts, strict=True):
+                part = self._cut(whole, shard, name, units.get(down, PLAIN_UNIT))
+                if part is not None:
+                    own[name] = part
+        return parts
+
+    def head(self, whole: Block) -> list[Block]:
+        """Returns each device's rows of the matrix of the logits, which share its memory."""
+        if len(self.shards) == 1:
+            return [whole]
+        ends = [shard.tokens for shard in self.shards]
+        if isinstance(whole, QTensor):
+            return [whole.row_view(rows.start, rows.stop) for rows in ends]
+        return [whole[rows] for rows in ends]
+
+    def _cut(self, whole: Weight, shard: Shard, name: str, unit: int) -> Weight | None:
+        """Returns a device's part of a tensor; None if there is none."""
+        if ".experts." in name:
+            assert not isinstance(whole, QTensor), f"{name} is no stack"
+            return whole[shard.experts]
+        assert not isinstance(whole, tuple), f"{name} is a stack"
+        if rows := _rows(shard, name, whole.shape[0], unit):
+            return self._taken(whole, rows, 0)
+        if columns := _columns(shard, name, whole.shape[-1], unit):
+            return self._taken(whole, columns, 1)
+        return whole
+
+    def _taken(self, whole: Block, ranges: Sequence[slice], axis: int) -> Block | None:
+        if not sum(part.stop - part.start for part in ranges):
+            return None
+        if isinstance(whole, QTensor):
+            return whole.take_columns(ranges, self._arena) if axis else whole.take_rows(ranges, self._arena)
+        parts = [whole[:, part] if axis else whole[part] for part in ranges]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, axis)).contiguous()
+
+
+def _unit(weight: Weight) -> int:
+    """Returns the slice unit of `down`."""
+    block = weight[0] if isinstance(weight, tuple) else weight
+    return slice_unit(block.type, block.columns) if isinstance(block, QTensor) else PLAIN_UNIT
+
+
+def _rows(shard: Shard, name: str, rows: int, unit: int) -> list[slice]:
+    """Returns a device's rows of a tensor that is split by rows. unit: of the `down` of its feed-forward."""
+    config, linear = shard.config, shard.config.linear
+    match re.sub(r"\.(weight|bias)$", "", name).rpartition(".")[2]:
+        case "q_proj":
+            return _scaled([shard.heads], config.head_dim * (2 if config.attention_output_gate else 1))
+        case "k_proj" | "v_proj":
+            return _scaled([shard.kv_heads], config.head_dim)
+        case "in_proj_qkv" | "conv1d":
+            assert linear
+            keys = shard.share(linear.key_dim)
+            return [keys, *_moved([keys], linear.key_dim),
+                    *_moved(_scaled(shard.value_heads, linear.value_head_dim), 2 * linear.key_dim)]
+        case "in_proj_z":
+            assert linear
+            return _scaled(shard.value_heads, linear.value_head_dim)
+        case "in_proj_b" | "in_proj_a" | "A_log" | "dt_bias":
+            return shard.value_heads
+        case "gate_proj" | "up_proj":
+            return [shard.inner(rows, unit)]
+    return []
+
+
+def _columns(shard: Shard, name: str, columns: int, unit: int) -> list[slice]:
+    """Returns a device's columns of a matrix that is split by columns."""
+    match name.rpartition(".weight")[0].rpartition(".")[2]:
+        case "o_proj":
+            return _scaled([shard.heads], shard.config.head_dim)
+        case "out_proj":
+            assert shard.config.linear
+            return _scaled(shard.value_heads, shard.config.linear.value_head_dim)
+        case "down_proj":
+            return [shard.inner(columns, unit)]
+    return []
+
+
+def _scaled(ranges: Sequence[slice], size: int) -> list[slice]:
+    return [slice(part.start * size, part.stop * size) for part in ranges]
+
+
+def _moved(ranges: Sequence[slice], by: int) -> list[slice]:
+    return [slice(part.start + by, part.stop + by) for part in ranges]
