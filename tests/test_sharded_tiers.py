@@ -24,12 +24,13 @@ from sharded_cases import (
     read_prefix,
     shape,
     store_of,
+    write_page,
     write_prefix,
     write_slot,
 )
 from torch import Tensor
 
-from deltic.cache.item_copies import TensorPart, read_state
+from deltic.cache.item_copies import TensorPart, _read_kv, read_state
 from deltic.cache.offload.disk import DiskStore
 from deltic.cache.offload.host import HostStore
 from deltic.cache.operations import StoreItem
@@ -171,20 +172,31 @@ def test_dropped_operations_hold_nothing() -> None:
 
 
 def test_one_part_at_a_time_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the whole tensor, joining takes the memory of one shard's part."""
+    """Beside the whole tensor, joining takes the memory of one shard's part; a replica is not copied."""
     config, kind = shape(kv_heads=2), KINDS["float32"]
     pools = pools_of(config, 4, kind)
-    write_slot(pools, config, 0, content(config, kind, 1), 0)
-    live, put = list[weakref.ref[Tensor]](), TensorPart.put
-    names = list[tuple[int, ...]]()
+    whole = content(config, kind, PAGE)
+    write_slot(pools, config, 0, whole, 0)
+    write_page(pools, config, 0, whole, slice(0, PAGE))
+    parts, shapes = list[weakref.ref[Tensor]](), list[tuple[int, ...]]()
+    put, clone, select = TensorPart.put, Tensor.clone, Tensor.index_select
 
     def watched(part: TensorPart, copy: Tensor, whole: Tensor) -> None:
-        assert all(each() is None for each in live), "an earlier part is still there"
-        live.append(weakref.ref(copy))
-        names.append(part.shape)
-        assert 4 * copy.numel() == whole.numel()
+        parts.append(weakref.ref(copy))
+        shapes.append(part.shape)
         put(part, copy, whole)
 
+    def alone(read: Any) -> Any:
+        def reading(*given: Any) -> Tensor:
+            assert all(each() is None for each in parts), "an earlier part is still there"
+            found: Tensor = read(*given)
+            return found
+        return reading
+
     monkeypatch.setattr(TensorPart, "put", watched)
+    monkeypatch.setattr(Tensor, "clone", alone(clone))
+    monkeypatch.setattr(Tensor, "index_select", alone(select))
     read_state(pools.shards, 0)
-    assert len(live) == 8 and len({*names}) == 2
+    assert shapes == [(12, 6, 10)] * 4 + [(config.conv_dim,)] * 4
+    _read_kv(pools.shards, [0], 0, PAGE)
+    assert shapes[8:] == [(2, 16)] * 4, "of keys and of values two parts"

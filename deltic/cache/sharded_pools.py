@@ -2,8 +2,8 @@
 
 Pages, slots and delta logs have the same numbers on all devices. A shard has the K/V heads, key heads and value heads
 of its layers and the convolution channels of these heads, in the order q, k, v; a K/V head that several shards need is
-on each of them, and so is a draft head's hidden state. Items of the tiers are whole (`item_copies`), so that any number
-of devices reads what any other has written.
+on each of them. The first one has the hidden states for a draft head. Items of the tiers are whole (`item_copies`), so
+that any number of devices reads what any other has written.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class ShardedPools:
     def sizes(self) -> PoolSizes:
         """With the bytes of all shards together."""
         sizes, count = self.shards[0].sizes, len(self.shards)
-        return replace(sizes, token_bytes=count * sizes.token_bytes, slot_bytes=count * sizes.slot_bytes,
+        slot = sum(shard.sizes.slot_bytes for shard in self.shards)
+        return replace(sizes, token_bytes=count * sizes.token_bytes, slot_bytes=slot,
                        layout=sizes.layout and sizes.layout.of_shards(count))
 
     @property
@@ -112,9 +113,10 @@ def allocate_shards(config: ModelConfig, pages: int, slots: int, dtype: torch.dt
     if count == 1:
         return allocate(config, pages, slots, dtype, ops[0], devices[0], extras)
     own, kv = shard_config(config, count), extras.kv or dtype
-    shards = (replace(allocate(own, pages, slots, dtype, its_ops, device, extras),
+    shards = [replace(allocate(own, pages, slots, dtype, its_ops, device, extras),
                       parts=item_parts(config, count, index, kv, extras.tiled))
-              for index, (its_ops, device) in enumerate(zip(ops, devices, strict=True)))
+              for index, (its_ops, device) in enumerate(zip(ops, devices, strict=True))]
+    shards[1:] = [replace(shard, hidden=None) for shard in shards[1:]]
     item = allocate(config, 1, 1, dtype, ops[0], "meta", replace(extras, delta_logs=0, layout=None))
     return ShardedPools(tuple(shards), item)
 
