@@ -30,7 +30,9 @@ from deltic.model.mtp_head import MtpHead as MtpHead
 from deltic.ops import Ops, explain, select
 from deltic.ops.capabilities import Capabilities, can_defer_state_writes, device_capabilities
 from deltic.ops.cpu import has_wide_activations, use_torch_threads
+from deltic.ops.cuda.decode import sharded_step
 from deltic.ops.cuda.driver import make_current
+from deltic.ops.cuda.tensor_parallel import ShardedStep
 from deltic.ops.memory import is_shortage
 from deltic.ops.types import Batch, CacheViews, PreparesPrompts, Sampled, Sampling
 from deltic.params import PAGE, Auto, Mtp
@@ -39,6 +41,7 @@ from deltic.runner.expert_offload import ExpertOffload
 from deltic.runner.image_embeds import Encode
 from deltic.runner.input_batch import FEW_ROWS, BucketNumbers, InputBatch, build
 from deltic.runner.layer_offload import LayerOffload
+from deltic.runner.sharded_graphs import ShardedGraphs
 from deltic.runner.warm_up import prompt_plans
 from deltic.spec_decode.mtp import MtpRunner, draft_sizes
 
@@ -166,14 +169,16 @@ class ModelRunner:
     shard_views: tuple[CacheViews, ...] = field(init=False)
     step: Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None = field(init=False)
     mtp_runner: MtpRunner | None = field(init=False)
-    graphs: CudaGraphs | None = field(init=False)
+    graphs: CudaGraphs | ShardedGraphs | None = field(init=False)
     capabilities: Capabilities = field(init=False)
     numbers: BucketNumbers = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         pools, ops = self.pools, self.decoder.ops
         self.shard_views = tuple(CacheViews(shard.kv_views(), shard.state_views()) for shard in pools.shards)
-        self.step = ops.step(ops, self.decoder.weights, self.views)
+        several = bool(self.decoder.others) and self.options.on_gpu
+        self.step = (sharded_step(ops, self.decoder.shards, self.shard_views) if several
+                     else ops.step(ops, self.decoder.weights, self.views))
         if self.decoder.others and has_wide_activations(ops, self.decoder.weights, self.views):
             self.decoder = replace(self.decoder, dtype=torch.float32)
         hidden = pools.shards[0].hidden
@@ -181,7 +186,9 @@ class ModelRunner:
                      if self.mtp is not None and hidden is not None else None)
         if self.mtp_runner:
             pools.backlogs[:] = [self.mtp_runner.catch_up]
-        self.graphs = (CudaGraphs(lambda batch: self._follow(batch)[0])
+        graphs = (ShardedGraphs(self.step) if isinstance(self.step, ShardedStep)
+                  else CudaGraphs(lambda batch: self._follow(batch)[0]))
+        self.graphs = (graphs
                        if self.options.on_gpu and not self.options.debug_layers
                        # torch's mixture of experts waits for the device
                        and (self.config.experts is None or self.step is not None) else None)

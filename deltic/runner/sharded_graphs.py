@@ -17,7 +17,7 @@ from deltic.runner.input_batch import BucketKey, step_of
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """Of each device: its graph; numbers: the integers of the step that the graph reads; logits [rows, its part of V]."""
+    """Of each device: its graph; numbers: the step's integers, which the graph reads; logits [rows, its part of V]."""
 
     graphs: tuple[torch.cuda.CUDAGraph, ...]
     numbers: tuple[Tensor, ...]

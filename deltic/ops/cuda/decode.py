@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +21,6 @@ from deltic.ops.cuda.driver import load_module, why_not_compiled
 from deltic.ops.cuda.kernel_config import (
     ADD,
     GATE,
-    PART,
     STORE,
     WHOLE_STATE_THREADS,
     Multiply,
@@ -33,6 +32,7 @@ from deltic.ops.cuda.kernel_config import (
     heads_stride,
     passes_whole,
     shapes_of,
+    summed,
     unit_of,
 )
 from deltic.ops.cuda.layer_offload import LayerStore, LayerStream, used
@@ -43,7 +43,7 @@ from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sample import why_not as why_not_draw
 from deltic.ops.cuda.sliced_product import WHOLE, Split, split_of
 from deltic.ops.cuda.state_delta_log import NewDeltas, StateDeltaLog, gdn_arguments
-from deltic.ops.cuda.tensor_parallel import Part, Shared, alone
+from deltic.ops.cuda.tensor_parallel import NcclExchange, Part, ShardedStep, Shared, alone
 from deltic.ops.reference import frequency_axis
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import frequencies
@@ -74,6 +74,13 @@ def step(ops: Ops, decoder: DecoderWeights, views: CacheViews
         return None
     log.info("on the GPU deltic's own kernels serve the steps")
     return DecodeStep(decoder, views, shapes)
+
+
+def sharded_step(ops: Ops, shards: Sequence[DecoderWeights], views: Sequence[CacheViews]) -> ShardedStep | None:
+    """Returns the step of a model that is split over several GPUs; None if the kernels do not serve it."""
+    steps = [step(ops, decoder, own) for decoder, own in zip(shards, views, strict=True)]
+    own = [each for each in steps if isinstance(each, DecodeStep)]
+    return ShardedStep(own, NcclExchange()) if len(own) == len(shards) else None
 
 
 def why_not(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> str | None:
@@ -151,7 +158,7 @@ class DecodeStep:
             self.delta_log = StateDeltaLog(self._module, views, shapes.gdn, _MAX_ROWS)
         mixtures = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoeWeights)]
         self._experts = experts_of(self._module, shapes.experts, mixtures, self.blocks) if shapes.experts else None
-        self._offloaded, self._shards = _offloaded_layers(decoder), shards_of(decoder)
+        self._offloaded = _offloaded_layers(decoder)
         self.prefill = prefill.PrefillStep(self, shapes, self._device) if reads else None
 
     @property
@@ -256,7 +263,7 @@ class DecodeStep:
             else:
                 with used(stream, layer.dense):
                     self.multiply(layer.dense.gate_up, residual, layer.post_norm, gated, GATE)
-                    yield from self._add(layer.dense.down, gated, residual, split_of(self._shards))
+                    yield from self._add(layer.dense.down, gated, residual, split_of(self._shapes.shards))
         self.multiply(decoder.head, residual, decoder.norm, logits, STORE)
         return logits
 
@@ -287,31 +294,37 @@ class DecodeStep:
 
     def _add(self, weight: object, x: Tensor, residual: Tensor, split: Split) -> Shared[None]:
         """Adds the product of few tokens x [T, columns] and a weight to the residual."""
-        if self._shards == 1:
-            return self.multiply(weight, x, None, residual, ADD, split)
-        part = torch.empty_like(residual)
-        self.multiply(weight, x, None, part, PART, split)
-        yield Part(part, residual)
+        part = self._part(residual)
+        self.multiply(weight, x, None, part, summed(self._shapes.shards), split)
+        yield from self._exchanged(part, residual)
+
+    def _part(self, residual: Tensor) -> Tensor:
+        """Returns where a product writes this device's part of what is added to the residual; with one device to the
+        residual itself."""
+        return residual if self._shapes.shards == 1 else torch.empty_like(residual)
+
+    def _exchanged(self, part: Tensor, residual: Tensor) -> Shared[None]:
+        if part is not residual:
+            yield Part(part, residual)
 
     def _project_out(self, layer: DecoderLayer, buffers: _DecodeBuffers) -> Shared[None]:
         """Adds the output projection of the mixer to the residual."""
-        mixer, weight, residual = layer.mixer, _out_proj(layer), buffers.residual
+        mixer, weight, residual, shards = layer.mixer, _out_proj(layer), buffers.residual, self._shapes.shards
         if not isinstance(mixer, GdnWeights):
-            return (yield from self._add(weight, buffers.y, residual, split_of(self._shards)))
-        split = split_of(self._shards, mixer.spec)
+            return (yield from self._add(weight, buffers.y, residual, split_of(shards)))
+        split = split_of(shards, mixer.spec)
         if not self.splits_heads(mixer.spec, buffers):
             return (yield from self._add(weight, buffers.y, residual, split))
         spec, parts = mixer.spec, self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:
-            product = quantized_product.product_of(parts, False, ADD, self.blocks, spec.value_dim,
-                                                   gdn_slice(spec, "few"), split_of(1, spec))
+            product = quantized_product.product_of(parts, False, summed(shards), self.blocks,
+                                                   spec.value_dim, gdn_slice(spec, "few"), split)
         else:
-            product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks), self._shapes.card, self._shards)
-        part = residual if self._shards == 1 else torch.empty_like(residual)
+            product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks), self._shapes.card, shards)
+        part = self._part(residual)
         self._launch(product, weight, len(residual), x=buffers.core, scale=None, y=part, eps=spec.eps)
-        if part is not residual:
-            yield Part(part, residual)
+        yield from self._exchanged(part, residual)
 
     def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int,
                  split: Split = WHOLE) -> None:
@@ -420,7 +433,7 @@ class DecodeStep:
 
     def summed(self, delta: Tensor | None) -> Shared[None]:
         """Makes a product of many tokens [T, H] bf16 the sum over all devices. None: it was added already."""
-        if self._shards > 1 and delta is not None:
+        if self._shapes.shards > 1 and delta is not None:
             yield Part(delta)
 
     def feed_forward(
@@ -490,11 +503,6 @@ def _offloaded_layers(decoder: DecoderWeights) -> LayerStore | None:
     store = next((pool.store for pool in pools if pool), None)
     assert isinstance(store, LayerStore | None)
     return store
-
-
-def shards_of(decoder: DecoderWeights) -> int:
-    """Returns the number of devices over which a model is split."""
-    return next((layer.mixer.shards for layer in decoder.layers), 1)
 
 
 def _compact(memory: Tensor, tokens: int, width: int) -> Tensor:
