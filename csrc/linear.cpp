@@ -563,7 +563,8 @@ template <class Times> DELTIC_INLINE Range range_of(const Columns &columns, int6
         if (slice + 1 < columns.slices || run + 1 < columns.runs)
             ahead = (next - begin) / Times::kWeights * Times::kBytes;
     }
-    return {begin / Times::kWeights, (end + Times::kWeights - 1) / Times::kWeights, ahead};
+    auto blocks = [](int64_t count) { return (count + Times::kWeights - 1) / Times::kWeights; };
+    return {blocks(begin), blocks(end), ahead};
 }
 
 // ---- All panels times all tiles.

@@ -15,21 +15,21 @@ LINES = {
     ".": 1900,
     "cache": 4900,
     "chat": 6950,
-    "cli": 4900,
-    "config": 1710,
+    "cli": 4930,
+    "config": 1730,
     "embeddings": 2600,
     "engine": 3400,
     "export": 3950,
     "loader": 5950,
-    "model": 750,
-    "ops": 10140,
+    "model": 1090,
+    "ops": 10050,
     "runner": 3850,
     "server": 8150,
     "spec_decode": 1100,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 251
+FILES_AT_MOST = 248
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

@@ -241,13 +241,13 @@ by_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize(("tiled", "groups"), [(False, 2), (True, 2), (False, 1)])
 @pytest.mark.parametrize("backend", BACKENDS)
 @by_case
 def test_a_gated_delta_net_layer_has_the_same_bits_with_every_number_of_shards(
-    backend: str, dtype: torch.dtype, tiled: bool, case: op_cases.Case
+    backend: str, dtype: torch.dtype, tiled: bool, groups: int, case: op_cases.Case
 ) -> None:
-    ops, spec = BACKENDS[backend], replace(GDN, tiled=tiled)
+    ops, spec = BACKENDS[backend], replace(GDN, tiled=tiled, value_heads=8 * groups)
     weights = op_cases.gdn_weights(4, dtype, spec, 48)
     x, before = op_cases.hidden_states(case, dtype, 48), op_cases.state_view(case, dtype, spec, 4)
     after = op_cases.clone_state(before)

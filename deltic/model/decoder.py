@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltic.config import ModelConfig, shard_config
-from deltic.model.tensor_parallel import Shard, Splitter
+from deltic.model.tensor_parallel import Shard, WeightSplitter
 from deltic.ops import Ops
 from deltic.ops.quantized import PLAIN_TYPES, QTensor
 from deltic.ops.slices import tree_sum
@@ -209,7 +209,7 @@ def build(config: ModelConfig, weights: dict[str, Weight], ops: Ops, dtype: torc
     dtype: of the hidden states. tiled: value heads are in the order of GGUF files. pools: experts of each layer, or
         its whole feed-forward, that are not among the weights. tp: number of devices.
     """
-    splitter, counts = Splitter(config, tp, tiled), {"linear_attention": 0, "full_attention": 0}
+    splitter, counts = WeightSplitter(config, tp, tiled), {"linear_attention": 0, "full_attention": 0}
     layers: list[list[DecoderLayer]] = [[] for _ in splitter.shards]
     for index, kind in enumerate(config.layer_types):
         prefix = f"model.layers.{index}."

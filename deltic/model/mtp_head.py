@@ -15,7 +15,7 @@ from deltic.config import ExpertsConfig, ModelConfig, shard_config
 from deltic.errors import ModelError
 from deltic.model.decoder import Decoder, WeightLoader, attention_spec, dense_parts, feed_forward, summed
 from deltic.model.draft_vocabulary import DraftVocabulary
-from deltic.model.tensor_parallel import Splitter
+from deltic.model.tensor_parallel import WeightSplitter
 from deltic.ops import Ops
 from deltic.ops.quantized import QTensor
 from deltic.ops.types import (
@@ -105,7 +105,7 @@ def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder
     if config.experts is not None:
         _borrow_gates(config.experts, tensors, decoder)
     offset = 0.0 if _has_offset(tensors, decoder) else config.norm_offset
-    splitter = Splitter(config, len(decoder.shards))
+    splitter = WeightSplitter(config, len(decoder.shards))
     parts = [_layer(WeightLoader(part, _LAYER, ops, offset, shard))
              for part, shard in zip(splitter.split(tensors, _LAYER), splitter.shards, strict=True)]
     top = WeightLoader(tensors, "mtp.", ops, offset, splitter.shards[0])

@@ -20,7 +20,7 @@ from deltic.config import ModelConfig
 from deltic.errors import ConfigError
 from deltic.ops.memory import Arena
 from deltic.ops.quantized import PANEL, QTensor
-from deltic.ops.slices import PLAIN_UNIT, SLICES, slice_ends, slice_unit
+from deltic.ops.slices import PLAIN_UNIT, slice_ends, slice_unit
 from deltic.ops.types import Block, Weight
 
 DEGREES: Final = (1, 2, 4, 8)
@@ -111,7 +111,27 @@ def _obstacle(config: ModelConfig, count: int, packed: bool, tiled: bool) -> str
         return f"it has {experts.count} experts"
     if experts is not None and not _divides(experts.shared_size, count, packed):
         return f"{count} parts of {experts.shared_size} columns of the shared expert would not end at ends of slices"
-    return None if config.vocab_size > (count - 1) * PANEL * 2 else f"its vocabulary has {config.vocab_size} tokens"
+    return None if all(_sizes(config.vocab_size, PANEL, count)) else f"its vocabulary has {config.vocab_size} tokens"
+
+
+def _sizes(columns: int, unit: int, count: int) -> list[int]:
+    return [end - start for start, end in pairwise([0, *slice_ends(columns, unit, count)])]
+
+
+def _even(columns: int, count: int, packed: bool, runs: int = 1) -> bool:
+    """True if the devices' columns are equally many. runs: as in `column_slices`."""
+    width, units = columns // runs, _units(columns, packed)
+    even = all(len({*_sizes(width, unit, count)}) == 1 and (runs == 1 or width % unit == 0) for unit in units)
+    return even and _divides(columns, count, packed, runs)
+
+
+def _divides(columns: int, count: int, packed: bool, runs: int = 1, empty: bool = True) -> bool:
+    """True if every device slices its columns in the units of one device. empty: a device may have none."""
+    for unit in _units(columns, packed):
+        sizes = [runs * size for size in _sizes(columns // runs, unit, count)]
+        if not (empty or all(sizes)) or any(size and unit not in _units(size, packed) for size in sizes):
+            return False
+    return True
 
 
 def _units(columns: int, packed: bool) -> set[int]:
@@ -119,33 +139,7 @@ def _units(columns: int, packed: bool) -> set[int]:
     return {PLAIN_UNIT, slice_unit("Q8_0", columns)} if packed else {PLAIN_UNIT}
 
 
-def _even(columns: int, count: int, packed: bool, runs: int = 1) -> bool:
-    """True if equal parts of columns end at ends of slices."""
-    width = columns // runs
-    for unit in _units(columns, packed):
-        if width % unit and runs > 1:
-            return False
-        if slice_ends(width, unit, count) != [width // count * part for part in range(1, count + 1)]:
-            return False
-    return _divides(columns, count, packed, runs)
-
-
-def _divides(columns: int, count: int, packed: bool, runs: int = 1, empty: bool = True) -> bool:
-    """True if every device slices its columns by itself as one device does. empty: a device may have none."""
-    width = columns // runs
-    for unit in _units(columns, packed):
-        ends, all_ends = [0, *slice_ends(width, unit, count)], slice_ends(width, unit, SLICES)
-        for index, (first, end) in enumerate(pairwise(ends)):
-            own = SLICES // count
-            wanted = [stop - first for stop in all_ends[index * own:(index + 1) * own]]
-            size = runs * (end - first)
-            mine = PLAIN_UNIT if unit == PLAIN_UNIT else slice_unit("Q8_0", size)
-            if (not size and not empty) or slice_ends(end - first, mine, own) != wanted:
-                return False
-    return True
-
-
-class Splitter:
+class WeightSplitter:
     """Cuts canonical tensors (`loader.names`) into those of each device."""
 
     def __init__(self, config: ModelConfig, count: int = 1, tiled: bool = False) -> None:

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.ops.kv import FP8, INT4, rotated, rotated_back, store, take, unpack
-from deltic.ops.torch.basic import linear, rms_norm, row_parallel
+from deltic.ops.reference import pointwise
+from deltic.ops.torch.basic import linear, matmul, rms_norm, row_parallel
 from deltic.ops.types import PAGE, AttentionSpec, AttentionWeights, Batch, KvView, Rope, Weight
 
 _SHORT = 16384
@@ -32,7 +33,7 @@ def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Bat
     else:
         mixed = _attend(query if kv.keys.dtype == FP8 else query.to(kv.keys.dtype), kv, batch).to(x.dtype)
     if gate is not None:
-        mixed = mixed * gate.sigmoid()
+        mixed = mixed * pointwise(torch.sigmoid, gate)
     return row_parallel(mixed.flatten(1), weights.o_proj, weights.shards)
 
 
@@ -147,10 +148,10 @@ def _single_tokens(query: Tensor, kv: KvView, pages: Tensor, context: int, mask:
         return out[:, :, 0]
     keys, values = keys.to(_accumulator(query)), values.to(_accumulator(query))
     grouped = query.to(keys.dtype).view(query.shape[0], keys.shape[1], -1, query.shape[-1])
-    scores = (grouped * query.shape[-1]**-0.5) @ keys.transpose(-1, -2)
+    scores = matmul(grouped * query.shape[-1]**-0.5, keys.transpose(-1, -2))
     if mask is not None:
         scores.masked_fill_(~mask, -torch.inf)
-    mixed: Tensor = (scores.softmax(-1) @ values).flatten(1, 2)
+    mixed: Tensor = matmul(scores.softmax(-1), values).flatten(1, 2)
     return mixed.to(query.dtype)
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.ops.quantized import QTensor
+from deltic.ops.reference import pointwise
 from deltic.ops.slices import SLICES, expert_slices, slice_products, tree_sum
 from deltic.ops.types import Block, MlpWeights, MoeWeights, Rope, RopeSpec, Weight
+
+_PIECE: Final = 64
+"""Rows of a weight that are one product."""
 
 
 def pack(weight: Tensor, table: bool) -> Block:
@@ -28,11 +33,30 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     if isinstance(weight, tuple):
         return torch.cat([linear(x, block) for block in weight], dim=-1)
     if isinstance(weight, QTensor):
-        return F.linear(x, weight.dequantize().to(x.dtype))
+        return linear(x, weight.dequantize().to(x.dtype))
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
         return product
+    if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64):
+        return _in_pieces(x, weight)
     return F.linear(x, weight)
+
+
+def _in_pieces(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x weightᵀ as several products of one size. A row of a larger one would depend on the number of rows,
+    which shards split; so would the only product of a batch."""
+    rows = len(weight)
+    padded = F.pad(weight, (0, 0, 0, max(2 * _PIECE - rows, -rows % _PIECE)))
+    pieces = x @ padded.unflatten(0, (-1, _PIECE)).transpose(1, 2)
+    return pieces.transpose(0, 1).flatten(1)[:, :rows]
+
+
+def matmul(one: Tensor, other: Tensor) -> Tensor:
+    """Returns the products of two batches of matrices [B, ..., rows, columns]. On a CPU there are two at least: the
+    library multiplies a single pair of matrices in another order."""
+    if one.device.type != "cpu" or one.shape[:-2].numel() > 1:
+        return one @ other
+    return (torch.cat((one, one)) @ torch.cat((other, other)))[:1]
 
 
 def row_parallel(x: Tensor, weight: Weight, shards: int = 1, runs: int = 1) -> Tensor:
@@ -71,7 +95,7 @@ def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
 
 def _gated(x: Tensor, weights: MlpWeights) -> Tensor:
     gate, up = linear(x, weights.gate_up).chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return pointwise(F.silu, gate).mul_(up)
 
 
 def moe(x: Tensor, weights: MoeWeights) -> Tensor:

@@ -8,13 +8,15 @@ u = T (beta v - beta D(., 0) k S), T = (1 + tril(beta D k kT, -1))^-1, so that o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.ops import reference
-from deltic.ops.torch.basic import linear, put, rms_norm, row_parallel
+from deltic.ops.reference import pointwise
+from deltic.ops.torch.basic import linear, matmul, put, rms_norm, row_parallel
 from deltic.ops.types import CHUNK, Batch, GdnSpec, GdnWeights, StateView
 
 
@@ -97,8 +99,8 @@ def step(mixed: Tensor, gates: Gates, spec: GdnSpec, state: Tensor) -> Tensor:
     """One token of each row: mixed [R, C], state [R, Hv, Dk, Dv] -> [R, Hv, Dv]. Updates the state in place; reads it
     once for key and query together."""
     query, key, value = heads(mixed, spec)
-    decay, beta = gates.log_decay.exp()[..., None], gates.beta[..., None]
-    from_key, from_query = (torch.stack((key, query), dim=2) @ state * decay[..., None]).unbind(2)
+    decay, beta = pointwise(torch.exp, gates.log_decay)[..., None], gates.beta[..., None]
+    from_key, from_query = (matmul(torch.stack((key, query), dim=2), state) * decay[..., None]).unbind(2)
     update = (value - from_key).mul_(beta)
     output = torch.addcmul(from_query, (key * query).sum(-1, keepdim=True), update)
     state.mul_(decay[..., None]).addcmul_(key[..., None], update[..., None, :])
@@ -137,11 +139,11 @@ def chunked(mixed: Tensor, gates: Gates, spec: GdnSpec, recurrent: Tensor, batch
         here, current = slice(start, start + active), state[:active]
         if emits and (emits.known is None or any(start <= chunk < start + active for chunk in emits.known)):
             before[start] = current.clone()
-        updates[here] = update = terms.inner[here] - terms.reads[here] @ current
-        torch.mul(terms.query[here] @ current, terms.from_start[here], out=outputs[here])
-        outputs[here] += terms.scores[here] @ update
+        updates[here] = update = terms.inner[here] - matmul(terms.reads[here], current)
+        torch.mul(matmul(terms.query[here], current), terms.from_start[here], out=outputs[here])
+        outputs[here] += matmul(terms.scores[here], update)
         current.mul_(terms.from_start[here, :, -1:])
-        current += terms.key[here].transpose(-1, -2) @ update.mul_(terms.to_end[here])
+        current += matmul(terms.key[here].transpose(-1, -2), update.mul_(terms.to_end[here]))
         start += active
     put(recurrent, batch.target[rows], state)
     if emits and before:
@@ -156,12 +158,12 @@ def _terms(mixed: Tensor, gates: Gates, spec: GdnSpec, chunks: Chunks) -> _Terms
     total = log_decay.double().cumsum(-1)
     between = (total[..., :, None] - total[..., None, :]).tril_().exp_().to(mixed.dtype).tril_()
     from_start, to_end = total.exp().to(mixed.dtype), (total[..., -1:] - total).exp().to(mixed.dtype)
-    system = (key @ key.transpose(-1, -2)).mul_(between).mul_(beta[..., None])
+    system = matmul(key, key.transpose(-1, -2)).mul_(between).mul_(beta[..., None])
     identity = torch.eye(CHUNK, dtype=mixed.dtype, device=mixed.device).expand_as(system)
     inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
     inverse = inverse * beta[..., None, :]
-    inner, reads = inverse @ value, (inverse * from_start[..., None, :]) @ key
-    scores = (query @ key.transpose(-1, -2)).mul_(between)
+    inner, reads = matmul(inverse, value), matmul(inverse * from_start[..., None, :], key)
+    scores = matmul(query, key.transpose(-1, -2)).mul_(between)
     return _Terms(inner, reads, query, key, scores, total, from_start[..., None], to_end[..., None])
 
 
@@ -202,7 +204,7 @@ def _emit(recurrent: Tensor, before: dict[int, Tensor], updates: Tensor, terms: 
     at = sums.gather(-1, emits.within[:, None, None].expand(-1, sums.shape[1], 1))
     decay = (at - sums).masked_fill_(torch.arange(CHUNK, device=at.device) > emits.within[:, None, None], -torch.inf)
     keys = terms.key[emits.chunk] * decay.exp().to(first.dtype)[..., None]
-    states = first * at.exp().to(first.dtype)[..., None] + keys.transpose(-1, -2) @ updates[emits.chunk]
+    states = first * pointwise(torch.exp, at).to(first.dtype)[..., None] + matmul(keys.transpose(-1, -2), updates[emits.chunk])
     put(recurrent, emits.slots, states)
 
 
@@ -228,10 +230,11 @@ def _core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> 
     spec, plan = weights.spec, _plan(batch, state)
     qkv, z, beta, a = proj.split((spec.channels, spec.values, spec.value_heads, spec.value_heads), dim=-1)
     dtype = reference.wide(state.recurrent)
-    gates = Gates(F.softplus(a.to(dtype) + weights.dt_bias).mul_(weights.decay), beta.to(dtype).sigmoid_())
+    gates = Gates(pointwise(F.softplus, a.to(dtype) + weights.dt_bias).mul_(weights.decay),
+                  pointwise(torch.sigmoid, beta.to(dtype)))
     mixed = _mix(qkv, gates, weights, state, batch, plan)
     mixed = rms_norm(mixed, weights.norm, spec.eps)
-    mixed = mixed.flatten(1).mul_(F.silu(z.to(dtype), inplace=z.dtype != dtype))
+    mixed = mixed.flatten(1).mul_(pointwise(F.silu, z.to(dtype)))
     return mixed.to(proj.dtype)
 
 
@@ -324,7 +327,7 @@ def _mix(qkv: Tensor, gates: Gates, weights: GdnWeights, state: StateView, batch
     parts = []
     if singles:
         window = torch.cat((history[:singles], qkv[:singles, None]), dim=1)
-        mixed = F.silu((window.to(gates.beta.dtype) * weights.conv.t()).sum(1))
+        mixed = _sum_taps(window.to(gates.beta.dtype) * weights.conv.t())
         parts.append(_step(mixed, gates[:singles], weights, state, batch, plan))
     if plan.chunks is not None:
         mixed = _convolve(qkv, history, weights.conv, batch, gates.beta.dtype)
@@ -354,7 +357,13 @@ def _convolve_in_place(qkv: Tensor, conv: Tensor, state: StateView, batch: Batch
     assert batch.span is not None
     ring = state.conv[slice(*batch.span)]
     ring[taps.write] = qkv
-    return F.silu((ring.to(reference.wide(state.recurrent)) * conv.t()[taps.index]).sum(1), inplace=True)
+    return _sum_taps(ring.to(reference.wide(state.recurrent)) * conv.t()[taps.index])
+
+
+def _sum_taps(products: Tensor) -> Tensor:
+    """products [R, taps, C] -> silu of their sums [R, C], added one by one: the order in which torch adds up a whole
+    axis depends on the number of channels."""
+    return pointwise(F.silu, reduce(torch.add, products.unbind(1)))
 
 
 def _history(conv: Tensor, batch: Batch, plan: _ConvPlan, count: int) -> Tensor:
@@ -380,4 +389,4 @@ def _convolve(qkv: Tensor, history: Tensor, conv: Tensor, batch: Batch, dtype: t
         padded = torch.cat((history[row], qkv[start:end]))[None, :, None].permute(0, 3, 1, 2)
         outputs.append(F.conv2d(padded, kernel, groups=conv.shape[0])[0, :, :, 0].t())
         start = end
-    return F.silu((outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(dtype), inplace=True)
+    return pointwise(F.silu, (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(dtype))
