@@ -72,7 +72,7 @@ def each_token(function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
 def pointwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The function of every number of x, with the same bits in a tensor of any shape: the last numbers of a tensor are
     not computed in vectors, and round differently."""
-    if x.device.type != "cpu" or x.is_contiguous() and x.numel() % _WHOLE == 0:
+    if x.device.type != "cpu" or (x.is_contiguous() and x.numel() % _WHOLE == 0):
         return function(x)
     flat = x.reshape(-1)
     return function(functional.pad(flat, (0, -len(flat) % _WHOLE)))[:len(flat)].reshape(x.shape)

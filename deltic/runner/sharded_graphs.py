@@ -16,7 +16,7 @@ from deltic.runner.input_batch import BucketKey, step_of
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
+class _ShardedCapture:
     """Of each device: its graph; numbers: the step's integers, which the graph reads; logits [rows, its part of V]."""
 
     graphs: tuple[torch.cuda.CUDAGraph, ...]
@@ -29,7 +29,7 @@ class ShardedGraphs:
 
     def __init__(self, step: ShardedStep) -> None:
         self._step = step
-        self._captured: dict[BucketKey, _Captured] = {}
+        self._captured: dict[BucketKey, _ShardedCapture] = {}
         self._pools: Sequence[Any] = [None] * len(step.devices)
 
     @property
@@ -69,6 +69,6 @@ class ShardedGraphs:
         graphs, recorded = record_all(lambda: self._step.run(batches), self._step.devices, self._pools)
         assert recorded
         self._pools = [pool or graph.pool() for pool, graph in zip(self._pools, graphs, strict=True)]
-        self._captured[padded.bucket] = _Captured(
+        self._captured[padded.bucket] = _ShardedCapture(
             tuple(graphs), numbers, tuple(borrowed(own) for own, _ in recorded))
         return logits

@@ -43,7 +43,7 @@ from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sample import why_not as why_not_draw
 from deltic.ops.cuda.sliced_product import WHOLE, Split, split_of
 from deltic.ops.cuda.state_delta_log import NewDeltas, StateDeltaLog, gdn_arguments
-from deltic.ops.cuda.tensor_parallel import NcclExchange, Part, ShardedStep, Shared, alone
+from deltic.ops.cuda.tensor_parallel import Part, PeerExchange, ShardedStep, Shared, alone
 from deltic.ops.reference import frequency_axis
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import frequencies
@@ -64,6 +64,8 @@ log = logging.getLogger("deltic")
 _CONTEXT_PARTS = 32
 """Parts of a context in attention: a power of two, at most 64; fewer if many rows fill the card."""
 _MAX_ROWS = 1024
+_MAX_SUMMED_ROWS = 256
+"""Rows whose sums over devices are made in float32."""
 
 
 def step(ops: Ops, decoder: DecoderWeights, views: CacheViews
@@ -80,7 +82,9 @@ def sharded_step(ops: Ops, shards: Sequence[DecoderWeights], views: Sequence[Cac
     """Returns the step of a model that is split over several GPUs; None if the kernels do not serve it."""
     steps = [step(ops, decoder, own) for decoder, own in zip(shards, views, strict=True)]
     own = [each for each in steps if isinstance(each, DecodeStep)]
-    return ShardedStep(own, NcclExchange()) if len(own) == len(shards) else None
+    if len(own) < len(shards):
+        return None
+    return ShardedStep(own, PeerExchange([each.device for each in own], own[0].hidden))
 
 
 def why_not(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> str | None:
@@ -423,23 +427,29 @@ class DecodeStep:
             proj = self.linear(self.normed(residual, delta, layer.input_norm), _in_proj(layer))
             self.mix(layer, buffers, proj, proj.shape[1])
             weight = _out_proj(layer)
-            delta = self.linear(_compact(buffers.y, len(proj), _columns(weight)), weight)
-            yield from self.summed(delta)
-            delta = self.feed_forward(layer, residual, delta, stream, _real(batch))
-            yield from self.summed(delta)
+            mixed = _compact(buffers.y, len(proj), _columns(weight))
+            delta = yield from self.row_parallel(mixed, weight, residual)
+            delta = yield from self.feed_forward(layer, residual, delta, stream, _real(batch))
         self.end(buffers)
         hidden = torch.empty_like(residual) if batch.layout.hidden else None
         return self.head(self.normed(residual, delta, decoder.norm, hidden)), hidden
 
-    def summed(self, delta: Tensor | None) -> Shared[None]:
-        """Makes a product of many tokens [T, H] bf16 the sum over all devices. None: it was added already."""
-        if self._shapes.shards > 1 and delta is not None:
-            yield Part(delta)
+    def row_parallel(self, x: Tensor, weight: object, residual: Tensor) -> Shared[Tensor | None]:
+        """Multiplies many tokens x [T, columns] bf16 with a weight whose columns may be split over devices. Returns the
+        product [T, H] bf16, which the caller adds to the residual; None if it was added already."""
+        if self._shapes.shards == 1:
+            return self.linear(x, weight)
+        if len(x) > _MAX_SUMMED_ROWS:  # a prompt
+            part = self.linear(x, weight)
+            yield Part(part)
+            return part
+        yield Part(self.linear(x, weight, torch.float32), residual)
+        return None
 
     def feed_forward(
         self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, stream: LayerStream | None,
         real: RealTokens = ALL_REAL,
-    ) -> Tensor | None:
+    ) -> Shared[Tensor | None]:
         """Adds delta to the residual [T, H] of many tokens and runs the feed-forward. stream: of the step. Returns its
         output [T, H] bf16, which the caller adds; None if it was added already."""
         x = self.normed(residual, delta, layer.post_norm)
@@ -453,7 +463,7 @@ class DecodeStep:
             tokens, width = both.shape[0], both.shape[1] // 2
             gated = both.new_empty(tokens, width)
             self._module.launch("k_gate", (-(-width // 2048), tokens), 256, args.GateArgs(x=both, y=gated, width=width))
-            return self.linear(gated, layer.dense.down)
+            return (yield from self.row_parallel(gated, layer.dense.down, residual))
 
     def linear(self, x: Tensor, weight: object, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Multiplies x [T, columns] bf16 with cuBLAS. A quantized weight is dequantized for the call, piece by piece.

@@ -465,18 +465,15 @@ class PrefillStep:
     def _layer(
         self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, buffers: _PrefillBuffers
     ) -> Shared[Tensor | None]:
-        linear, mixer = self._step.linear, layer.mixer
+        linear, step, mixer = self._step.linear, self._step, layer.mixer
         x = self._norm(residual, delta, layer.input_norm)
         if isinstance(mixer, GdnWeights):
             mixed = self._gdn(layer, mixer, linear(x, mixer.in_proj), buffers)
-            delta = linear(mixed, mixer.out_proj)
+            delta = yield from step.row_parallel(mixed, mixer.out_proj, residual)
         else:
             mixed = self._attention(layer, mixer, linear(x, mixer.qkv), buffers)
-            delta = linear(mixed, mixer.o_proj)
-        yield from self._step.summed(delta)
-        delta = self._step.feed_forward(layer, residual, delta, buffers.stream)
-        yield from self._step.summed(delta)
-        return delta
+            delta = yield from step.row_parallel(mixed, mixer.o_proj, residual)
+        return (yield from step.feed_forward(layer, residual, delta, buffers.stream))
 
     def _norm(self, residual: Tensor, delta: Tensor | None, scale: Tensor) -> Tensor:
         """Adds delta to the residual; returns the norm [T, H] bf16."""

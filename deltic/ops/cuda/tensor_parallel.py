@@ -10,9 +10,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from deltic.ops.cuda.allreduce import AllReduce
 from deltic.ops.types import Batch
 
 Result = TypeVar("Result")
+_MAX_ROWS = 256
+"""Rows of a step whose sums peers make by stores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +34,39 @@ Shared = Generator[Part, None, Result]
 """The launches of one device. Yields a part where the next launches need the sum; ends with the device's result."""
 
 
-class Exchange(Protocol):
+class PartExchange(Protocol):
     """Launches sums over devices. Nothing waits for a device."""
 
     def __call__(self, parts: Sequence[Part]) -> None:
         """parts: of each device, in their order, equal in shape."""
 
 
-class NcclExchange:
-    """Sums by NCCL, for steps that are not recorded."""
+class PeerExchange:
+    """Sums by stores into the memory of peers, in the order of `ops.slices`; those of prompts, which are larger, by
+    NCCL."""
+
+    def __init__(self, devices: Sequence[torch.device], hidden: int) -> None:
+        self._floats = _MAX_ROWS * hidden
+        self._sums = AllReduce(devices, self._floats)
 
     def __call__(self, parts: Sequence[Part]) -> None:
+        if parts[0].residual is None or parts[0].own.numel() > self._floats:
+            return self._by_nccl(parts)
+        for rank, part in enumerate(parts):
+            assert part.residual is not None
+            with torch.cuda.device(part.own.device):
+                self._sums.add(rank, part.own, part.residual)
+
+    def _by_nccl(self, parts: Sequence[Part]) -> None:
         torch.cuda.nccl.all_reduce([part.own for part in parts])
         for part in parts:
             if part.residual is not None:
                 with torch.cuda.device(part.own.device):
                     part.residual.add_(part.own)
+
+    def check(self) -> None:
+        """Raises UnavailableError if a device waited for another one in vain."""
+        self._sums.check()
 
 
 def alone(launches: Shared[Result]) -> Result:
@@ -59,7 +79,7 @@ def alone(launches: Shared[Result]) -> Result:
     raise AssertionError("a model on one device has no parts of sums")
 
 
-def together(devices: Sequence[torch.device], launches: Sequence[Shared[Result]], exchange: Exchange) -> list[Result]:
+def together(devices: Sequence[torch.device], launches: Sequence[Shared[Result]], exchange: PartExchange) -> list[Result]:
     """Launches on all devices in turns. They take the same steps, so that all parts of a sum come at the same time.
     Returns their results. A device's queue of launches is never filled up while it waits for another one's part."""
     results = list[Result]()
@@ -90,7 +110,7 @@ class DeviceStep(Protocol):
 class ShardedStep:
     """Computes the logits of a batch on several devices. The batch and the result are on the first one."""
 
-    def __init__(self, steps: Sequence[DeviceStep], exchange: Exchange) -> None:
+    def __init__(self, steps: Sequence[DeviceStep], exchange: PartExchange) -> None:
         self._steps, self._exchange = tuple(steps), exchange
         self.devices = tuple(step.device for step in steps)
 
