@@ -79,7 +79,8 @@ def alone(launches: Shared[Result]) -> Result:
     raise AssertionError("a model on one device has no parts of sums")
 
 
-def together(devices: Sequence[torch.device], launches: Sequence[Shared[Result]], exchange: PartExchange) -> list[Result]:
+def together(devices: Sequence[torch.device], launches: Sequence[Shared[Result]], exchange: PartExchange
+             ) -> list[Result]:
     """Launches on all devices in turns. They take the same steps, so that all parts of a sum come at the same time.
     Returns their results. A device's queue of launches is never filled up while it waits for another one's part."""
     results = list[Result]()
