@@ -12,7 +12,7 @@ import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deltic.ops.capabilities import on_device
 from deltic.ops.quantized import PANEL, QTensor
-from deltic.ops.types import Block
+from deltic.ops.types import Block, Weight
 
 _ADAPTIVE: Final = 9
 """One row in this many is adaptive: 4,000 for a base of 32,000. A conversation uses a few hundred tokens outside the
@@ -97,17 +97,20 @@ class DraftVocabulary:
 
     head [N, H]: the rows, in the format of the whole matrix. ids [N] int64, on the same device: their tokens. The
     drafting thread overwrites both in place, between two drafts. A device does that in the order of its stream, so that
-    recorded graphs stay valid, and no draft has rows of one step with tokens of another.
+    recorded graphs stay valid, and no draft has rows of one step with tokens of another. copies: both on other devices.
     size: tokens of the whole vocabulary. copied: rows that were overwritten until now.
     """
 
-    def __init__(self, whole: Block, tokens: List[int]) -> None:
-        """whole [V, H]: the matrix of all logits, which is kept. tokens: as `draftable` gives them."""
-        self.size, self.copied = len(whole), 0
-        self.ids = torch.tensor(tokens, device=whole.data.device)
+    def __init__(self, whole: Weight, tokens: List[int], others: Iterable[torch.device] = ()) -> None:
+        """whole [V, H]: the matrix of all logits, which is kept; or its parts in order, which may be on several
+        devices. tokens: as `draftable` gives them. others: devices of the copies."""
+        parts = whole if isinstance(whole, tuple) else (whole,)
+        self.size, self.copied = sum(map(len, parts)), 0
+        self.ids = torch.tensor(tokens, device=parts[0].data.device)
         # oneDNN's layout has no rows that could be read one by one: of such a matrix they stay as they are
-        self._whole = None if isinstance(whole, Tensor) and whole.is_mkldnn else whole
-        self.head = _picked(whole, self.ids)
+        self._parts = () if isinstance(parts[0], Tensor) and parts[0].is_mkldnn else parts
+        self.head = gather_rows(parts, self.ids)
+        self.copies = [(to_device(self.head, device), self.ids.to(device)) for device in others]
         base = len(tokens) - len(tokens) // _ADAPTIVE
         self._base = frozenset(tokens[:base])
         self._recent = OrderedDict((tokens[row], row) for row in reversed(range(base, len(tokens))))
@@ -121,7 +124,7 @@ class DraftVocabulary:
     def see(self, tokens: Iterable[int]) -> None:
         """Gives these tokens rows, in place of those not seen for longest. Takes some operations for each token, and a
         copy of a row for each new one."""
-        if self._whole is None:
+        if not self._parts:
             return
         changed = dict[int, int]()
         for token in tokens:
@@ -141,12 +144,49 @@ class DraftVocabulary:
 
     def _overwrite(self, tokens: Mapping[int, int]) -> None:
         """tokens: the new token of each row."""
-        assert self._whole is not None
         host = torch.tensor([*tokens, *tokens.values()])
         rows, ids = on_device(host, self.ids.device).chunk(2)
-        _put(self.head, rows, self._whole, ids)
+        if len(self._parts) == 1:
+            _put(self.head, rows, self._parts[0], ids)
+        else:
+            _put_parts(self.head, self._parts, *host.chunk(2))
         self.ids.index_copy_(0, rows, ids)
+        for head, own in self.copies:
+            places, new = on_device(host, own.device).chunk(2)
+            _put(head, places, self.head, rows)
+            own.index_copy_(0, places, new)
         self.copied += len(tokens)
+
+
+def to_device(weight: Weight, device: torch.device) -> Any:
+    """Returns a weight on a device; itself if it is there."""
+    if isinstance(weight, tuple):
+        return tuple(to_device(block, device) for block in weight)
+    if weight.data.device == device:
+        return weight
+    return weight.to(device) if isinstance(weight, Tensor) else replace(weight, data=weight.data.to(device))
+
+
+def gather_rows(parts: List[Block], ids: Tensor) -> Block:
+    """Returns a copy of these rows of a matrix, on the device of its first part. Waits for the devices."""
+    if len(parts) == 1:
+        return _picked(parts[0], ids)
+    first = parts[0]
+    head = first.new_empty(len(ids), first.shape[1]) if isinstance(first, Tensor) else first.room_for(len(ids))
+    for start in range(0, len(ids), _PIECE):
+        part = ids[start:start + _PIECE].cpu()
+        _put_parts(head, parts, torch.arange(start, start + len(part)), part)
+    return head
+
+
+def _put_parts(head: Block, parts: List[Block], rows: Tensor, ids: Tensor) -> None:
+    """As `_put`, with a matrix in parts. rows, ids: on the host."""
+    begin = 0
+    for part in parts:
+        own = (ids >= begin) & (ids < begin + len(part))
+        if bool(own.any()):
+            _put(head, on_device(rows[own], head.data.device), part, on_device(ids[own] - begin, part.data.device))
+        begin += len(part)
 
 
 def _picked(whole: Block, ids: Tensor) -> Block:
@@ -161,6 +201,10 @@ def _picked(whole: Block, ids: Tensor) -> Block:
 
 
 def _put(head: Block, rows: Tensor, whole: Block, ids: Tensor) -> None:
+    """Overwrites rows of `head` with rows of another matrix, each given on its device."""
+    device = head.data.device
+    if whole.data.device != device:
+        whole, ids = to_device(_picked(whole, ids), device), torch.arange(len(ids), device=device)
     if isinstance(head, QTensor):
         assert isinstance(whole, QTensor)
         head.put(rows, whole, ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from deltic.config import ExpertsConfig, ModelConfig, shard_config
 from deltic.errors import ModelError
 from deltic.model.decoder import Decoder, WeightLoader, attention_spec, dense_parts, feed_forward, summed
-from deltic.model.draft_vocabulary import DraftVocabulary
+from deltic.model.draft_vocabulary import DraftVocabulary, gather_rows, to_device
 from deltic.model.tensor_parallel import WeightSplitter
 from deltic.ops import Ops
 from deltic.ops.quantized import QTensor
@@ -42,19 +42,19 @@ class MtpHead(MtpWeights):
     Row i of its K/V is made of the token at position i and of the trunk's hidden state at i - 1, after the final norm
     (zero for row 0). Its output there gives the logits of the token at i + 1, and replaces the hidden state at i for
     the next draft.
-    dtype: of the activations. vocabulary: of a shortened head, the tokens of its rows. others: `layer` and `kv` of the
-    other devices, if the model is split over several.
+    dtype: of the activations. vocabulary: of a shortened head, the tokens of its rows. others: the weights of the other
+    devices, if the model is split over several: `layer` and `kv` are parts, all else is whole.
     """
 
     ops: Ops
     dtype: torch.dtype
     vocabulary: DraftVocabulary | None = None
-    others: tuple[tuple[DecoderLayer, Weight], ...] = ()
+    others: tuple[MtpWeights, ...] = ()
 
     @property
-    def shards(self) -> tuple[tuple[DecoderLayer, Weight], ...]:
-        """`layer` and `kv` of all devices."""
-        return (self.layer, self.kv), *self.others
+    def shards(self) -> tuple[MtpWeights, ...]:
+        """The weights of all devices."""
+        return self, *self.others
 
     def draft(self, ids: Tensor, hidden: Tensor, batch: Batch, *views: CacheViews) -> tuple[Tensor, Tensor]:
         """Drafts the tokens that follow `ids`.
@@ -63,7 +63,7 @@ class MtpHead(MtpWeights):
             or an earlier result; of any floating dtype. Stores the tokens' K/V in the head's layer.
         -> (hidden [T, H] in `dtype`, logits [T, V] float32, -inf for tokens without a row in a shortened head).
         """
-        ops, layers = self.ops, [layer for layer, _ in self.shards]
+        ops, layers = self.ops, [shard.layer for shard in self.shards]
         residual, x = self._enter(ids, hidden)
         rope = ops.rope(batch.positions, self.rope)
         delta = summed([ops.attention_mixer(x, _attention(layer), view.kv[layer.store], batch, rope)
@@ -80,9 +80,9 @@ class MtpHead(MtpWeights):
         ids [T] int64, hidden [T, H]: as for `draft`; hidden states of the trunk, so that the rows may be shared.
         """
         x, rope = self._enter(ids, hidden)[1], self.ops.rope(batch.positions, self.rope)
-        for (layer, kv), view in zip(self.shards, views, strict=True):
-            mixer = _attention(layer)
-            self.ops.store_kv(x, kv, mixer.k_norm, mixer.spec, view.kv[layer.store], batch, rope)
+        for shard, view in zip(self.shards, views, strict=True):
+            layer, mixer = shard.layer, _attention(shard.layer)
+            self.ops.store_kv(x, shard.kv, mixer.k_norm, mixer.spec, view.kv[layer.store], batch, rope)
 
     def _enter(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the residual stream at the layer's input, and its norm, [T, H] each."""
@@ -106,22 +106,48 @@ def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder
         _borrow_gates(config.experts, tensors, decoder)
     offset = 0.0 if _has_offset(tensors, decoder) else config.norm_offset
     splitter = WeightSplitter(config, len(decoder.shards))
-    parts = [_layer(WeightLoader(part, _LAYER, ops, offset, shard))
-             for part, shard in zip(splitter.split(tensors, _LAYER), splitter.shards, strict=True)]
+    devices, parts = [shard.norm.device for shard in decoder.shards], splitter.split(tensors, _LAYER)
+    for part, device in zip(parts, devices, strict=True):
+        part.update({name: to_device(tensor, device) for name, tensor in part.items() if name.startswith(_LAYER)})
+    layers = [_layer(WeightLoader(part, _LAYER, ops, offset, shard))
+              for part, shard in zip(parts, splitter.shards, strict=True)]
     top = WeightLoader(tensors, "mtp.", ops, offset, splitter.shards[0])
-    embedding = top.block("embed_tokens", table=True) if "mtp.embed_tokens.weight" in tensors else main.embedding
-    head = (top.block("shared_head.head", tokens is not None) if "mtp.shared_head.head.weight" in tensors
-            else decoder.head)
-    assert not isinstance(head, tuple), "the matrix of the logits is one block"
-    short = None if tokens is None else DraftVocabulary(head, tokens)
+    own_embedding = top.block("embed_tokens", table=True) if "mtp.embed_tokens.weight" in tensors else None
+    own_head = (top.block("shared_head.head", tokens is not None) if "mtp.shared_head.head.weight" in tensors else None)
+    heads, short = _logits(own_head, decoder, tokens)
     fc = top.linear("fc")
-    matrices = (embedding, *(block for weight in (fc, head, *_matrices(parts[0][0])) for block in _blocks(weight)))
-    return MtpHead(
-        embedding, top.norm("pre_fc_norm_embedding"), top.norm("pre_fc_norm_hidden"), fc, *parts[0],
-        top.norm("norm"), short.head if short else head, main.rope, main.eps, short.ids if short else None, ops,
+    embedding = main.embedding if own_embedding is None else own_embedding
+    matrices = (embedding, *(block for weight in (fc, heads[0], *_matrices(layers[0][0])) for block in _blocks(weight)))
+    first = MtpHead(
+        embedding, top.norm("pre_fc_norm_embedding"), top.norm("pre_fc_norm_hidden"), fc, *layers[0],
+        top.norm("norm"), heads[0], main.rope, main.eps, short.ids if short else None, ops,
         # as a whole native step computes; plain matrices want activations of their own dtype
-        torch.float32 if all(isinstance(block, QTensor) for block in matrices) else decoder.dtype, short,
-        tuple(parts[1:]))
+        torch.float32 if all(isinstance(block, QTensor) for block in matrices) else decoder.dtype, short)
+    others = list[MtpWeights]()
+    for index, (shard, device) in enumerate(zip(decoder.others, devices[1:], strict=True), 1):
+        layer, kv = layers[index]
+        others.append(MtpWeights(
+            shard.embedding if own_embedding is None else to_device(own_embedding, device),
+            first.norm_embedding.to(device), first.norm_hidden.to(device), to_device(fc, device), layer, kv,
+            first.norm.to(device), heads[index], main.rope, main.eps, short.copies[index - 1][1] if short else None))
+    return replace(first, others=tuple(others))
+
+
+def _logits(own: Block | None, decoder: Decoder, tokens: Sequence[int] | None
+            ) -> tuple[list[Weight], DraftVocabulary | None]:
+    """Returns the matrix of the logits on each device, and the vocabulary if it is a shortened one. own: the head's."""
+    devices = [shard.norm.device for shard in decoder.shards]
+    whole: Weight = decoder.head if own is None else own
+    if own is None and len({*devices}) > 1:  # each has the rows of some tokens
+        whole = tuple(block for shard in decoder.shards for block in _blocks(shard.head))
+    if tokens is not None:
+        short = DraftVocabulary(whole, tokens, devices[1:])
+        return [short.head, *(head for head, _ in short.copies)], short
+    if own is None and decoder.config.tie_word_embeddings and len({*devices}) > 1:
+        return [shard.embedding for shard in decoder.shards], None
+    if isinstance(whole, tuple):
+        whole = gather_rows(whole, torch.arange(sum(map(len, whole)), device=devices[0]))
+    return [to_device(whole, device) for device in devices], None
 
 
 def _layer(take: WeightLoader) -> tuple[DecoderLayer, Weight]:

@@ -32,6 +32,7 @@ from deltic.ops.capabilities import Capabilities, can_defer_state_writes, device
 from deltic.ops.cpu import has_wide_activations, use_torch_threads
 from deltic.ops.cuda.decode import sharded_step
 from deltic.ops.cuda.driver import make_current
+from deltic.ops.cuda.mtp import draft_heads
 from deltic.ops.cuda.tensor_parallel import ShardedStep
 from deltic.ops.memory import is_shortage
 from deltic.ops.types import Batch, CacheViews, PreparesPrompts, Sampled, Sampling
@@ -181,9 +182,7 @@ class ModelRunner:
                      else ops.step(ops, self.decoder.weights, self.views))
         if self.decoder.others and has_wide_activations(ops, self.decoder.weights, self.views):
             self.decoder = replace(self.decoder, dtype=torch.float32)
-        hidden = pools.shards[0].hidden
-        self.mtp_runner = (MtpRunner(self.mtp, self.shard_views, hidden)
-                     if self.mtp is not None and hidden is not None else None)
+        self.mtp_runner = self._draft_head()
         if self.mtp_runner:
             pools.backlogs[:] = [self.mtp_runner.catch_up]
         graphs = (ShardedGraphs(self.step) if isinstance(self.step, ShardedStep)
@@ -204,6 +203,20 @@ class ModelRunner:
         defers = verifies and self.config.linear is not None
         self.capabilities = replace(device_capabilities(pools.device), max_verify_rows=FEW_ROWS if verifies else None,
                                     defer_from=FEW_ROWS + 1 if defers else None)
+
+    def _draft_head(self) -> MtpRunner | None:
+        head, slots = self.mtp, [shard.hidden[0] for shard in self.pools.shards if shard.hidden is not None]
+        if head is None or not slots:
+            return None
+        if not isinstance(self.step, ShardedStep):
+            step = head.ops.mtp_step(head.ops, head, self.views, slots[0]) if len(head.shards) == 1 else None
+            return MtpRunner(head, self.shard_views, slots, step)
+        heads = draft_heads(head.ops, head.shards, self.shard_views, slots, self.step.exchange)
+        if heads is None:
+            log.warning("nothing is drafted: on several GPUs deltic's own kernels do not know this draft head")
+            return None
+        self.step.follow = heads.follow
+        return MtpRunner(head, self.shard_views, slots, heads.step)
 
     def check_kernels(self) -> None:
         """Raises ConfigError if the options need kernels of deltic that do not serve this model on a GPU."""
@@ -264,7 +277,7 @@ class ModelRunner:
         """Runs a step, and the draft head after it."""
         logits, hidden = self._forward(batch)
         hidden = None if hidden is None else hidden.float()
-        if self.mtp_runner is not None:
+        if self.mtp_runner is not None and not isinstance(self.step, ShardedStep):  # which does so on each device
             assert hidden is not None, "a draft head needs all hidden states"
             self.pools.wait()
             self.mtp_runner.follow(batch, hidden)

@@ -86,12 +86,13 @@ class MtpRunner:
     the hidden state of its last committed token.
     """
 
-    def __init__(self, mtp: MtpHead, views: tuple[CacheViews, ...], hidden: Tensor) -> None:
-        """views: of each device. hidden [1, slots, H] float32: those of the state slots."""
-        self._mtp, self._views, self._slots = mtp, views, hidden[0]
-        self._last = hidden[0, :0]
+    def __init__(self, mtp: MtpHead, views: tuple[CacheViews, ...], slots: List[Tensor], step: MtpStep | None) -> None:
+        """views: of each device. slots [slots, H] float32: the hidden states of the state slots, on each device that
+        has them. step: the native implementation. That of several GPUs follows their steps by itself."""
+        self._mtp, self._views, self._slots, self._copies = mtp, views, slots[0], slots[1:]
+        self._last = slots[0][:0] if step is None or step.last is None else step.last
         self._backlog: _Backlog | None = None
-        self._step = mtp.ops.mtp_step(mtp.ops, mtp, views[0], hidden[0]) if len(views) == 1 else None
+        self._step = step
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
         """Processes a step. hidden [T, H] float32: those of all its tokens after the model's final norm. `settle` sets
@@ -140,6 +141,8 @@ class MtpRunner:
         """Sets the last committed token of a slot: an index in the last step's batch, or in that of `hidden`."""
         self.catch_up()
         self._slots[slot] = (self._last if hidden is None else hidden)[token]
+        for copy in self._copies:
+            copy[slot].copy_(self._slots[slot])
 
     @property
     def serving(self) -> tuple[MtpHead, MtpStep | None]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda.allreduce import AllReduce
+from deltic.ops.cuda.driver import record
 from deltic.ops.types import Batch
 
 Result = TypeVar("Result")
@@ -109,11 +110,16 @@ class DeviceStep(Protocol):
 
 
 class ShardedStep:
-    """Computes the logits of a batch on several devices. The batch and the result are on the first one."""
+    """Computes the logits of a batch on several devices. The batch and the result are on the first one.
+
+    follow: called on each device behind a step, with the device's number, its batch and the hidden states of all
+    tokens, if the batch asks for them.
+    """
 
     def __init__(self, steps: Sequence[DeviceStep], exchange: PartExchange) -> None:
-        self._steps, self._exchange = tuple(steps), exchange
+        self._steps, self.exchange = tuple(steps), exchange
         self.devices = tuple(step.device for step in steps)
+        self.follow: Callable[[int, Batch, Tensor], None] | None = None
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
         found = self.run([batch_on(batch, device) for device in self.devices])
@@ -128,7 +134,12 @@ class ShardedStep:
             if own is None:
                 return None
             launches.append(own)
-        return together(self.devices, launches, self._exchange)
+        results = together(self.devices, launches, self.exchange)
+        for rank, (batch, (_, hidden)) in enumerate(zip(batches, results, strict=True)):
+            if self.follow and hidden is not None:
+                with torch.cuda.device(self.devices[rank]):
+                    self.follow(rank, batch, hidden)
+        return results
 
     def joined(self, results: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
         """Returns the logits [L, V] of all devices on the first one, and its hidden states."""
@@ -155,6 +166,16 @@ def record_all(launch: Callable[[], Result], devices: Sequence[torch.device], po
                ) -> tuple[list[torch.cuda.CUDAGraph], Result]:
     """Returns a graph for each device of what `launch` launches there, none of which runs, and the result of `launch`.
     pools: as in `driver.record`, of each device."""
+    if len(devices) == 1:
+        with torch.cuda.device(devices[0]):
+            graph, result = record(launch, pools[0])
+        return [graph], result
+    with torch.cuda.device(devices[0]):  # setting a stream makes its device the current one
+        return _record_together(launch, devices, pools)
+
+
+def _record_together(launch: Callable[[], Result], devices: Sequence[torch.device], pools: Sequence[Any]
+                     ) -> tuple[list[torch.cuda.CUDAGraph], Result]:
     streams = [torch.cuda.Stream(device) for device in devices]
     graphs = [torch.cuda.CUDAGraph() for _ in devices]
     for device in devices:
