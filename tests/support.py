@@ -71,6 +71,20 @@ def moe_shape(**changes: Any) -> ModelConfig:
     return odd_shape(**{**moe, **changes})
 
 
+def split_shape(**changes: Any) -> ModelConfig:
+    """The odd shape with heads that divide over 8 devices, which then share K/V heads, and slices of several sizes."""
+    even: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 208, "num_attention_heads": 8, "head_dim": 16,
+                            "num_key_value_heads": 2, "linear": LinearConfig(8, 16, 16, 16, 4)}
+    return odd_shape(**{**even, **changes})
+
+
+@lru_cache(maxsize=3)
+def split_runtime(tp: int) -> ModelRunner:
+    """Random weights of range 0.1 on so many devices, in float32."""
+    model = RandomModel(shape=split_shape(), initializer_range=0.1)
+    return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1, device=DEVICE, tp=tp))
+
+
 @lru_cache(maxsize=1)
 def moe_runtime() -> ModelRunner:
     """The odd shape with experts and random weights of range 0.1, in float32."""

@@ -178,7 +178,7 @@ def test_experts_of_a_file_become_tiles(file: Path) -> None:
     weights = {"file": load_packed(opened, SMALL, form=form),
                "quantized": quantize_tensors(random_tensors(SMALL, "bfloat16"), "q4_k", SMALL, form)}
     for found in weights.values():
-        decoder = build_decoder(SMALL, found, select((), "cpu"), torch.bfloat16)
+        decoder = build_decoder(SMALL, [found], select((), "cpu"), torch.bfloat16)
         shapes = []
         for layer in decoder.weights.layers:
             assert isinstance(layer.mlp, MoeWeights) and isinstance(layer.mlp.experts, tuple)

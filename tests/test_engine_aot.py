@@ -45,9 +45,9 @@ def start(model: Path | RandomModel, folder: Path, **options: Any) -> tuple[torc
         made.append(True)
         return kept(*arguments)
 
-    kept, given = weights.quantize_tensors, {"quant": "q8_0", "threads": 1, "memory": "16MiB", **options}
+    kept, given = weights.quantize_parts, {"quant": "q8_0", "threads": 1, "memory": "16MiB", **options}
     # a file that was changed in the last two seconds might change again without a trace
-    with patch.object(weights, "quantize_tensors", quantize), patch(
+    with patch.object(weights, "quantize_parts", quantize), patch(
             "deltic.cache.offload.identity.FileMark.settled", True):
         session = Session(model if isinstance(model, RandomModel) else str(model), aot_dir=str(folder), **given)
     return session.prefill([1, 2, 3, 4, 5]).clone(), bool(made)

@@ -422,6 +422,7 @@ LOADING = """
 import json, resource, sys, torch
 from deltic.config import EngineConfig
 from deltic.engine.loading import load
+from deltic.loader.gguf.load import load_packed
 from deltic.loader.model_files import open_model
 
 def peak():
@@ -431,7 +432,7 @@ open_model(sys.argv[2])
 warm = load(sys.argv[2], EngineConfig(memory="4MiB", packed_weights="on", threads=1))
 files = open_model(sys.argv[1])
 before = peak()
-weights = files.load_packed(None)
+weights = load_packed(files.gguf, files.config)
 grown = peak() - before
 assert "torch._dynamo" not in sys.modules, "torch's compiler, whose import takes longer than loading"
 print(json.dumps([grown, sum(block.nbytes for block in weights.values())]))

@@ -218,7 +218,8 @@ def offloaded(scheme: str, layers: tuple[int, ...] = (1, 2, 4), compute: str = "
     weights = weights_of(scheme, layers)
     found = place_layers(weights, LayerPlan(layers, 1 << 20), options, TINY.num_hidden_layers)
     ops = select((), "cpu") if scheme == "none" else select(("torch",), "cpu")
-    models = [build(TINY, own, replace(ops, pack=lambda matrix, table: matrix), torch.bfloat16, scheme != "none", pools)
+    ops = replace(ops, pack=lambda matrix, table: matrix)
+    models = [build(TINY, [own], ops, torch.bfloat16, scheme != "none", pools)
               for own, pools in ((weights, found.pools), (weights_of(scheme), ()))]
     return found, models[0], models[1]
 

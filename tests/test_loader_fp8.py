@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,19 +15,20 @@ from expert_cases import text_of
 from safetensors.torch import load_file, save_file
 from support import moe_shape, odd_shape, tiny_texts
 
-from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
+from deltic.config import DType, EngineConfig, ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.loading import load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.errors import ConfigError, ModelError
 from deltic.export.program import hf_config
 from deltic.loader.dummy import random_head, random_weights
 from deltic.loader.gguf.convert import convert
-from deltic.loader.model_files import open_model
+from deltic.loader.model_files import ModelFiles, open_model
 from deltic.loader.mtp_head import directory_checkpoint, extract_head, find_head, load_stored_head
 from deltic.loader.names import EMBEDDING, HEAD
 from deltic.loader.quantize import FP8, STORED, quantize_tensors
 from deltic.loader.safetensors import FLOAT8_BLOCK_BYTES, FLOAT8_LARGEST, Float8, quantize_fp8
 from deltic.ops.cuda.quantized import Tiles, tiles_form
+from deltic.ops.parts import one_device
 from deltic.runner.input_batch import build
 
 
@@ -64,6 +66,11 @@ def test_nan_weights_refused(value: float) -> None:
     matrix[1, 200] = value
     with pytest.raises(ModelError, match=r"'model\.w'.*not finite"):
         quantize_fp8("model.w", matrix)
+
+
+def pairs(files: ModelFiles, dtype: DType) -> Iterator[tuple[str, torch.Tensor | Float8]]:
+    """The weights; those in float8 stay."""
+    return ((name, weight) for _, name, weight in files.parts(dtype, one_device("cpu"), float8=True))
 
 
 def shape() -> ModelConfig:
@@ -181,7 +188,7 @@ def test_scales_of_rows_and_of_matrices(said: str, config: ModelConfig, tmp_path
         found = opened.load("float32", "cpu", None)
         assert found.keys() == numbers.keys()
         assert all(torch.equal(tensor, numbers[name].float()) for name, tensor in found.items())
-    kept = dict(opened.float8_tensors("float32", "cpu", None))
+    kept = dict(pairs(opened, "float32"))
     assert sum(isinstance(weight, Float8) for weight in kept.values()) > 8
     for name, weight in kept.items():
         if isinstance(weight, Float8):
@@ -259,7 +266,7 @@ def test_a_draft_head_in_float8(tmp_path: Path) -> None:
     extract_head(directory_checkpoint(tmp_path), tmp_path / "taken" / "mtp.safetensors", "here")
     taken = find_head(directory_checkpoint(tmp_path / "taken"), config)
     for found in (open_model(tmp_path, progress=False).load_head("float32", "cpu"),
-                  load_stored_head(taken, config, "float32", "cpu")):
+                  load_stored_head(taken, config, "float32", one_device("cpu"))[0]):
         assert found and found.keys() == numbers.keys()
         assert all(torch.equal(tensor, numbers[name]) for name, tensor in found.items())  # type: ignore[arg-type]
 
@@ -283,7 +290,7 @@ def test_stored_float8_codes_kept(config: ModelConfig, scheme: str, tmp_path: Pa
     numbers = checkpoint(config, tmp_path)
     opened = open_model(tmp_path, progress=False)
     assert opened.has_float8
-    tensors, kinds = opened.float8_tensors("bfloat16", "cpu", None), set[str]()
+    tensors, kinds = pairs(opened, "bfloat16"), set[str]()
     for name, weight in quantize_tensors(tensors, scheme, config, tiles_form("cpu")).items():
         whole = torch.stack([one.dequantize() for one in weight]) if isinstance(weight, tuple) else weight  # type: ignore
         kind = weight[0] if isinstance(weight, tuple) else weight
@@ -317,7 +324,7 @@ def test_fused_halves_in_float8(size: int, tmp_path: Path) -> None:
     found = opened.load("float32", "cpu", None)
     assert found.keys() == numbers.keys()
     assert all(torch.equal(tensor, numbers[name]) for name, tensor in found.items())
-    kept = dict(opened.float8_tensors("float32", "cpu", None))
+    kept = dict(pairs(opened, "float32"))
     assert kept.keys() == numbers.keys()
     for name, weight in kept.items():
         whole = weight.numbers() if isinstance(weight, Float8) else weight

@@ -303,7 +303,7 @@ def test_the_comparison_notices_norms_of_the_other_family(tmp_path: Path, family
         for name, tensor in weights.items():
             if name.endswith("norm.weight") and kind not in name and "linear_attn" not in name:
                 tensor += runtime.config.norm_offset - config.norm_offset
-        broken = replace(runtime, decoder=build(config, dict(weights), runtime.decoder.ops, torch.float32))
+        broken = replace(runtime, decoder=build(config, [dict(weights)], runtime.decoder.ops, torch.float32))
         with pytest.raises(Mismatch, match=r"best token|differ by"):
             same_logits(expected, session_over(broken, budget=512).prefill(tokens, all_logits=True))
 

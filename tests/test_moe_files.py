@@ -32,9 +32,10 @@ from deltic.loader.gguf.load import load_packed
 from deltic.loader.model_files import ModelFiles, open_model
 from deltic.loader.mtp_head import directory_checkpoint, extract_head
 from deltic.loader.names import expected_tensors
-from deltic.loader.quantize import quantize_tensors
+from deltic.loader.quantize import quantize_parts, quantize_tensors
 from deltic.ops.cpu import missing
-from deltic.ops.quantized import QTensor
+from deltic.ops.parts import one_device
+from deltic.ops.quantized import QTensor, host_form
 from deltic.ops.types import MoeWeights
 
 STACK = ".mlp.experts."
@@ -189,16 +190,16 @@ def test_quantizing_holds_one_tensor_at_a_time(tmp_path: Path, spelling: str) ->
     alive: list[weakref.ref[Tensor]] = []
     most = 0
 
-    def watched() -> Iterator[tuple[str, Tensor]]:
+    def watched() -> Iterator[Any]:
         nonlocal most
-        source = files.tensors("bfloat16", "cpu", None)
+        source = files.parts("bfloat16", one_device("cpu"))
         while (item := next(source, None)) is not None:
-            alive.append(weakref.ref(item[1]))
+            alive.append(weakref.ref(item[2]))
             most = max(most, sum(tensor.nbytes for ref in alive if (tensor := ref()) is not None))
-            yield item[0], item[1]
+            yield item
             del item
 
-    found = quantize_tensors(watched(), "q8_0", BLOCKY)
+    found, = quantize_parts(watched(), "q8_0", BLOCKY, [host_form()])
     assert set(found) == set(weights)
     plain = sum(tensor.nbytes for tensor in found.values() if isinstance(tensor, Tensor))
     largest = max(tensor.nbytes for tensor in weights.values())

@@ -107,8 +107,8 @@ class Pair:
     place: Path
 
     def mtp(self, ops: Ops) -> tuple[Decoder, MtpHead]:
-        decoder = build(self.config, {**self.weights}, ops, torch.float32)
-        return decoder, build_head(self.config, {**self.theirs.tensors(self.config)}, decoder)
+        decoder = build(self.config, [{**self.weights}], ops, torch.float32)
+        return decoder, build_head(self.config, [{**self.theirs.tensors(self.config)}], decoder)
 
 
 @pytest.fixture(scope="module", params=[
@@ -286,7 +286,7 @@ def test_wrong_hidden_states_are_noticed(pair: Pair, name: str) -> None:
 @pytest.mark.parametrize("tokens", [[*range(16)], [*range(300, 204, -1)], [*range(0, 304, 19)]])
 def test_a_shortened_head_gives_the_logits_of_its_tokens(pair: Pair, backend: str, tokens: list[int]) -> None:
     decoder, whole = pair.mtp(backends()[backend])
-    short = build_head(pair.config, {**pair.theirs.tensors(pair.config)}, decoder, tokens)
+    short = build_head(pair.config, [{**pair.theirs.tensors(pair.config)}], decoder, tokens)
     x = torch.randn(3, pair.config.hidden_size)
     logits, wanted = decoder.ops.head(x, short.head), decoder.ops.head(x, whole.head)[:, tokens]
     assert torch.equal(logits, wanted) if backend == "cpu" else torch.allclose(logits, wanted, atol=1e-6)
@@ -306,8 +306,8 @@ def test_how_many_tokens_a_head_knows_is_an_option(options: dict[str, int], rows
 
 def head_of(config: ModelConfig, name: str, tensors: dict[str, Block]) -> tuple[Decoder, MtpHead]:
     ops = backends()[name]
-    decoder = build(config, {**random_weights(config)}, ops, torch.bfloat16)
-    return decoder, build_head(config, tensors, decoder)
+    decoder = build(config, [{**random_weights(config)}], ops, torch.bfloat16)
+    return decoder, build_head(config, [tensors], decoder)
 
 
 @pytest.mark.skipif(bool(missing()), reason="needs the compiled kernels")
@@ -340,7 +340,7 @@ def test_own_embedding_and_logits_are_used(pair: Pair) -> None:
     own = {name: torch.randn(pair.config.vocab_size, pair.config.hidden_size)
            for name in ("mtp.embed_tokens.weight", "mtp.shared_head.head.weight")}
     tensors: dict[str, Block] = {**pair.theirs.tensors(pair.config), **own}
-    mtp = build_head(pair.config, tensors, decoder, None)
+    mtp = build_head(pair.config, [tensors], decoder, None)
     assert not tensors
     assert mtp.embedding is own["mtp.embed_tokens.weight"] and mtp.head is own["mtp.shared_head.head.weight"]
     assert shared.embedding is decoder.weights.embedding and shared.head is decoder.weights.head

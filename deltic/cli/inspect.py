@@ -95,13 +95,16 @@ def _without_memory(config: ModelConfig, engine: EngineConfig) -> Decoder:
 
     from deltic.loader.names import expected_tensors, tensor_dtype
     from deltic.model.decoder import build
+    from deltic.model.tensor_parallel import WeightSplitter
     from deltic.ops.torch import OPS
 
     dtype = activation_dtype(config, engine)
-    tensors: dict[str, Weight] = {
-        name: torch.empty(shape, dtype=getattr(torch, tensor_dtype(name, dtype)), device="meta")
-        for name, shape in expected_tensors(config).items()}
-    return build(config, tensors, OPS, getattr(torch, dtype), tp=engine.shards)
+    tensors = ((name, torch.empty(shape, dtype=getattr(torch, tensor_dtype(name, dtype)), device="meta"))
+               for name, shape in expected_tensors(config).items())
+    parts: list[dict[str, Weight]] = [{} for _ in range(engine.shards)]
+    for device, name, tensor in WeightSplitter(config, engine.shards).over(["meta"] * engine.shards).cut(tensors):
+        parts[device][name] = tensor
+    return build(config, parts, OPS, getattr(torch, dtype))
 
 
 def _device_facts(decoder: Decoder, facts: Facts) -> Facts:

@@ -183,20 +183,21 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         ops = select_ops(options, threads)
         dtype = config.dtype if options.dtype == "auto" else cast(DType, options.dtype)
         reader = WeightReader(source, options, ops, dtype, use.drafts, progress)
-        head_weights = reader.read_head()
-        plan = _cache_planner(config, options, dtype, bool(head_weights), use)
+        head_parts = reader.read_head()
+        plan = _cache_planner(config, options, dtype, bool(head_parts), use)
         beside = LayerPlan() if use.drafts or use.vectors or not options.on_gpu else plan_layers(
-            config, options, dtype, reader.sizes(), reader.tower_bytes() + reader.head_copies(head_weights),
+            config, options, dtype, reader.sizes(),
+            reader.tower_bytes() + reader.head_copies(head_parts[0] if head_parts else None),
             lambda given, card: plan(given, card)[0])
-        weights, store = reader.read(beside)
+        parts, store = reader.read(beside)
         times.done("weights")
         # layers
-        experts = place_experts(store, weights, files, config, options, ops, dtype)
-        layers = place_layers(weights, beside, options, config.num_hidden_layers) if beside.layers else None
+        experts = place_experts(store, parts[0], files, config, options, ops, dtype)
+        layers = place_layers(parts[0], beside, options, config.num_hidden_layers) if beside.layers else None
         beside_pools = layers.pools if layers else experts.store.pools() if experts else ()
-        decoder = build(config, weights, ops, getattr(torch, dtype), reader.tiled, beside_pools, options.shards)
+        decoder = build(config, parts, ops, getattr(torch, dtype), reader.tiled, beside_pools)
         texts = files.tokenizer() if files else None
-        head = build_head(config, head_weights, decoder, reader.draft_vocabulary(texts)) if head_weights else None
+        head = build_head(config, head_parts, decoder, reader.draft_vocabulary(texts)) if head_parts else None
         keep_freed_memory()
         times.done("layers")
         encode = reader.read_tower()

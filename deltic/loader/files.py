@@ -166,6 +166,27 @@ def scales_of(source: Source) -> Source | None:
     return scales[0] if isinstance(source, StoredTensor) else Stack(tuple(scales))
 
 
+def rows_of(source: Source, first: int, end: int) -> Source | None:
+    """Locates these rows of a tensor (these matrices of a stack). None if a float8 block extends over their first."""
+    if isinstance(source, Stack):
+        return Stack(source.parts[first:end])
+    rows, scales = source.shape[0], source.scales
+    if scales and len(source.shape) == 2 and scales.shape[0] not in (1, rows):
+        if first % GROUP:
+            return None
+        scales = _rows(scales, first // GROUP, -(-end // GROUP))
+    elif scales and scales.shape[0] == rows:
+        scales = _rows(scales, first, end)
+    return replace(_rows(source, first, end), scales=scales)
+
+
+def _rows(stored: StoredTensor, first: int, end: int) -> StoredTensor:
+    size = stored.nbytes // stored.shape[0]
+    data = None if stored.data is None else stored.data.reshape(stored.shape)[first:end]
+    return replace(stored, shape=(end - first, *stored.shape[1:]), nbytes=(end - first) * size, data=data,
+                   offset=stored.offset + first * size if data is None else 0)
+
+
 def stacked(tensors: Mapping[str, StoredTensor], count_of: Callable[[str], int]) -> dict[str, Source]:
     """Combines tensors of single experts to stacks, each at the place of its first expert.
 

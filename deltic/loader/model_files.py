@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,17 +22,17 @@ from deltic.loader.gguf.file import GgufFile
 from deltic.loader.gguf.load import (
     GgufSource,
     load_gguf_head,
-    load_packed,
+    load_packed_parts,
     matrices_of,
     plan_gguf,
     plan_gguf_head,
-    read_file,
+    read_file_parts,
 )
 from deltic.loader.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
 from deltic.loader.hub import resolve
 from deltic.loader.mtp_head import directory_checkpoint, find_head, head_in_memory, load_stored_head
 from deltic.loader.names import is_stack, packed_parts
-from deltic.loader.safetensors import Float8, Progress, plan_directory, read_directory, read_directory_float8
+from deltic.loader.safetensors import Float8, Progress, plan_directory, read_parts
 from deltic.loader.vision import (
     bundled_tower,
     find_mmproj,
@@ -42,7 +42,8 @@ from deltic.loader.vision import (
     read_mmproj,
     vision_from_gguf,
 )
-from deltic.ops.quantized import PackedForm
+from deltic.ops.parts import Split, one_device
+from deltic.ops.quantized import PackedForm, host_form
 from deltic.ops.stored import StoredExpert, StoredMatrix
 from deltic.ops.types import Block, Weight
 
@@ -82,29 +83,28 @@ class ModelFiles:
         """True if safetensors store matrices in float8. Reads their headers."""
         return self.gguf is None and any(tensor.dtype == FLOAT8 for tensor in find_tensors(self._stored).values())
 
+    def float8_names(self) -> set[str]:
+        """Returns the canonical names of tensors that safetensors store in float8."""
+        return {name for name, source in plan_directory(self._stored, self.config).items() if source.dtype == FLOAT8}
+
     def load(self, dtype: DType | Literal["auto"], device: str, progress: Progress | None) -> dict[str, Tensor]:
         """Returns the weights by canonical name."""
-        return dict(self.tensors(dtype, device, progress))
+        found = self.parts(dtype, one_device(device), progress)
+        return {name: tensor for _, name, tensor in found if isinstance(tensor, Tensor)}
 
-    def tensors(self, dtype: DType | Literal["auto"], device: str, progress: Progress | None, experts: bool = True
-                ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors of `load` in file order. experts: include theirs."""
+    def parts(self, dtype: DType | Literal["auto"], split: Split, progress: Progress | None = None,
+              experts: bool = True, float8: bool = False) -> Iterator[tuple[int, str, Tensor | Float8]]:
+        """Yields each device's part of the weights in file order: device, name, and tensor on the device. experts:
+        include theirs. float8: weights stored in float8 stay float8."""
         if self.gguf is not None:
-            return read_file(self.gguf, self.config, dtype, device, progress)
-        return read_directory(self._stored, self.config, dtype, device, progress, experts)
+            return read_file_parts(self.gguf, self.config, dtype, split, progress)
+        return read_parts(self._stored, self.config, dtype, split, progress, experts, float8)
 
-    def float8_tensors(self, dtype: DType, device: str, progress: Progress | None, experts: bool = True
-                       ) -> Iterator[tuple[str, Tensor | Float8]]:
-        """Like `tensors`, but weights stored in float8 stay float8."""
-        if self.gguf is not None:
-            return read_file(self.gguf, self.config, dtype, device, progress)
-        return read_directory_float8(self._stored, self.config, dtype, device, progress, experts)
-
-    def load_packed(self, progress: Progress | None, form: PackedForm | None = None, experts: bool = True
-                    ) -> dict[str, Weight]:
-        """Returns the weights of a GGUF file, still quantized (`gguf.load.load_packed`)."""
+    def load_packed(self, forms: Sequence[PackedForm], split: Split, progress: Progress | None = None,
+                    experts: bool = True) -> list[dict[str, Weight]]:
+        """Returns each device's part of the weights of a GGUF file, still quantized (`gguf.load.load_packed_parts`)."""
         assert self.gguf is not None
-        return load_packed(self.gguf, self.config, progress, form, experts)
+        return load_packed_parts(self.gguf, self.config, forms, split, progress, experts)
 
     def stored_experts(self, dtype: DType) -> list[list[StoredExpert]]:
         """Locates the experts of each layer, for a model that computes in `dtype`."""
@@ -113,8 +113,14 @@ class ModelFiles:
         return experts_in_directory(self.path, self.config, dtype)
 
     def load_head(self, dtype: DType | Literal["auto"], device: str, packed: bool = False) -> dict[str, Weight] | None:
-        """Returns the multi-token-prediction head by canonical name (`names.expected_head` and `optional_head`), with
-        `packed` still quantized; None if there is none.
+        """Returns the multi-token-prediction head of `head_parts`, whole on one device, with `packed` for the CPU's
+        kernels; None if there is none."""
+        return self.head_parts(dtype, one_device(device), [host_form()] if packed else ())[0] or None
+
+    def head_parts(self, dtype: DType | Literal["auto"], split: Split, forms: Sequence[PackedForm] = ()
+                   ) -> list[dict[str, Weight]]:
+        """Returns each device's part of the multi-token-prediction head by canonical name (`names.expected_head` and
+        `optional_head`), still quantized if there are `forms`; nothing if there is no head.
 
         Raises ModelError naming the tensor that is missing, unknown, doubled, or of another shape or type, and for
         heads of several layers.
@@ -122,8 +128,8 @@ class ModelFiles:
         kept = self._dtype(dtype)
         sources = self.gguf_head()
         if sources:
-            return load_gguf_head(sources, self.config, kept, device, packed)
-        return {**load_stored_head(self.stored_head(), self.config, kept, device)} or None
+            return load_gguf_head(sources, self.config, kept, split, forms)
+        return [{**own} for own in load_stored_head(self.stored_head(), self.config, kept, split)]
 
     def load_tower(self, dtype: DType | Literal["auto"], device: str, form: PackedForm | None = None
                    ) -> dict[str, Block] | None:

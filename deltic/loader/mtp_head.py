@@ -42,10 +42,9 @@ from deltic.loader.names import (
     packed_parts,
     packed_shape,
     required_head,
-    split_packed,
-    tensor_dtype,
 )
-from deltic.loader.safetensors import TORCH_DTYPES, Progress, check_stored, read_stored
+from deltic.loader.safetensors import Progress, check_stored, read_source
+from deltic.ops.parts import Split
 
 FILE: Final = "mtp.safetensors"
 """Default name of an extracted head."""
@@ -242,14 +241,14 @@ def _check_head(place: Path | InMemory, stored: Mapping[str, Source], config: Mo
                          "deltic mtp extract")
 
 
-def load_stored_head(stored: Mapping[str, Source], config: ModelConfig, dtype: DType, device: str | torch.device
-                     ) -> dict[str, Tensor]:
-    """Loads the tensors of `find_head`: matrices in `dtype`, norms in float32."""
-    tensors: dict[str, Tensor] = {}
+def load_stored_head(stored: Mapping[str, Source], config: ModelConfig, dtype: DType, split: Split
+                     ) -> list[dict[str, Tensor]]:
+    """Loads each device's part of the tensors of `find_head`: matrices in `dtype`, norms in float32."""
+    found: list[dict[str, Tensor]] = [{} for _ in split.devices]
     for name, source in stored.items():
-        tensor = read_stored(name, source, TORCH_DTYPES[tensor_dtype(name, dtype)], torch.device(device))
-        tensors |= split_packed(name, tensor, config) if packed_parts(name) else {name: tensor}
-    return tensors
+        for device, part, tensor in read_source(name, source, config, dtype, split):
+            found[device][part] = tensor
+    return found
 
 
 # Extracting

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from math import prod
@@ -17,9 +17,10 @@ from deltic.loader.files import GROUP
 from deltic.loader.gguf.blocks import BY_NAME, BlockType
 from deltic.loader.gguf.convert import FILE_TYPES, target_of
 from deltic.loader.gguf.quantize import quantize_in_pieces
-from deltic.loader.names import EMBEDDING, HEAD, expected_tensors
+from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, is_stack
 from deltic.loader.safetensors import FLOAT8_BLOCK_BYTES, Float8, quantize_fp8
 from deltic.ops.quantized import PackedForm, QTensor, host_form, read_from
+from deltic.ops.slices import slice_unit
 from deltic.ops.types import Block, Weight
 
 SCHEMES: Final[Mapping[str, str]] = {"q8_0": "Q8_0", "q4_k": "Q4_K_M"}
@@ -35,34 +36,58 @@ _PLAIN: Final = ("F32", "F16", "BF16")
 _PRECISE: Final = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
 
 
-def quantize_tensors(tensors: Iterator[tuple[str, Tensor | Float8]], scheme: str, config: ModelConfig,
+def quantize_tensors(tensors: Iterable[tuple[str, Tensor | Float8]], scheme: str, config: ModelConfig,
                      form: PackedForm | None = None) -> dict[str, Weight]:
-    """Quantizes matrices by a scheme of SCHEMES, or by FP8 or STORED, which keep float8 weights. Other tensors, and
-    matrices whose rows fit no blocks or whose type `form` does not serve, stay unchanged. Value heads keep their order.
+    """Quantizes tensors as `quantize_parts`, whole on one device, by default for the CPU's compiled kernels."""
+    return quantize_parts(map(_on_first, tensors), scheme, config, [form or host_form()])[0]
 
-    form: default: that of the CPU's compiled kernels. Holds one input tensor in memory at a time. Raises ModelError
-    naming a tensor with values that its type cannot hold.
+
+def _on_first(item: tuple[str, Tensor | Float8]) -> tuple[int, str, Tensor | Float8]:
+    return 0, *item
+
+
+def quantize_parts(tensors: Iterator[tuple[int, str, Tensor | Float8]], scheme: str, config: ModelConfig,
+                   forms: Sequence[PackedForm]) -> list[dict[str, Weight]]:
+    """Quantizes each device's part of matrices by a scheme of SCHEMES, or by FP8 or STORED, which keep float8 weights.
+    Other tensors, and matrices whose rows fit no blocks or whose type the form does not serve, stay unchanged. Value
+    heads keep their order.
+
+    Holds one input tensor in memory at a time. Raises ModelError naming a tensor with values that its type cannot hold.
     """
-    result, kept = dict[str, Weight](), form or host_form()
+    result: list[dict[str, Weight]] = [{} for _ in forms]
+    shapes = expected_tensors(config)
     with ThreadPoolExecutor(available_cores()) as pool:
         while (item := next(tensors, None)) is not None:
-            name, tensor = item
-            type = _target_type(name, tuple(tensor.shape), scheme, config)
+            device, name, tensor = item
+            kept = forms[device]
+            type = _target_type(name, shapes.get(name, tuple(tensor.shape)), scheme, config)
             stays = scheme == STORED and not isinstance(tensor, Float8)
             plain = stays or type.name in _PLAIN or not kept.serves(type.name, tensor.shape[-1])
             if isinstance(tensor, Float8) and (plain or type is not FP8_TYPE):
                 tensor = tensor.numbers().to(kept.dtype)
             if isinstance(tensor, Float8):
-                result[name] = _packed(tensor.shape, type, kept.of(name), _float8_reader(tensor))
+                weight = _packed(tensor.shape, type, kept.of(name), _float8_reader(tensor))
             elif plain:
-                result[name] = kept.put(name, tensor)
+                weight = kept.put(name, tensor)
             else:
-                result[name] = _packed(
+                weight = _packed(
                     tensor.shape, type, kept.of(name), _quantizing_reader(name, tensor.flatten(0, -2), type, pool))
+            result[device][name] = weight
             del item, tensor  # frees the tensor before the next one is loaded
             if kept.device.type == "cuda":  # otherwise smaller matrices would stay in parts of its memory
                 torch.cuda.empty_cache()
-    return {name: result[name] for name in expected_tensors(config) if name in result} | result
+    return [{name: own[name] for name in shapes if name in own} | own for own in result]
+
+
+def quantized_units(config: ModelConfig, scheme: str, form: PackedForm) -> dict[str, int]:
+    """Returns the columns that slices of each `down` of a feed-forward are multiples of, if a scheme quantizes it."""
+    found = dict[str, int]()
+    for name, shape in expected_tensors(config).items():
+        if name.endswith(".down_proj.weight") and not is_stack(name):
+            type = _target_type(name, shape, scheme, config)
+            if type.name not in _PLAIN and form.serves(type.name, shape[-1]):
+                found[name] = slice_unit(type.name, shape[-1])
+    return found
 
 
 def quantized_bytes(config: ModelConfig, scheme: str, plain: Mapping[str, int],

@@ -7,17 +7,28 @@ columns of a row.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
 from deltic.config import DType, ModelConfig
 from deltic.errors import ModelError
-from deltic.loader.files import FLOAT8, GROUP, InMemory, Source, Stack, StoredTensor, find_tensors, scales_of, stacked
+from deltic.loader.files import (
+    FLOAT8,
+    GROUP,
+    InMemory,
+    Source,
+    Stack,
+    StoredTensor,
+    find_tensors,
+    rows_of,
+    scales_of,
+    stacked,
+)
 from deltic.loader.names import (
     EMBEDDING,
     HEAD,
@@ -30,6 +41,7 @@ from deltic.loader.names import (
     split_packed,
     tensor_dtype,
 )
+from deltic.ops.parts import WHOLE, Part, Split, one_device
 
 FLOAT8_LARGEST: Final = 448.0
 """Largest finite float8 value."""
@@ -54,7 +66,8 @@ class Float8:
     """A matrix or a stack in the format of checkpoints.
 
     codes: uint8 [..., rows, columns].
-    scales: float32 [..., rows / GROUP, columns / GROUP], rounded up; of rows [..., rows, 1]; of the matrix [..., 1, 1].
+    scales: float32 [..., rows / GROUP, columns / GROUP], rounded up; of rows [..., rows, 1 or columns / GROUP]; of the
+        matrix [..., 1, 1].
     """
 
     codes: Tensor
@@ -70,12 +83,13 @@ class Float8:
 
     def numbers(self) -> Tensor:
         """Returns the values, float32 [..., rows, columns]."""
-        scales = self._row_scales().repeat_interleave(GROUP, -1)[..., :self.shape[-1]]
+        scales = _row_scales(self.scales, self.shape).repeat_interleave(GROUP, -1)[..., :self.shape[-1]]
         return self.codes.view(torch.float8_e4m3fn).float().mul_(scales)
 
     def blocks(self) -> Tensor:
         """Returns the blocks of `quantize_fp8` for all matrices, one after another, without rounding."""
-        scales = self._row_scales().flatten(0, -2).contiguous().view(torch.uint8).unflatten(1, (-1, 4))
+        scales = _row_scales(self.scales, self.shape).flatten(0, -2).contiguous()
+        scales = scales.view(torch.uint8).unflatten(1, (-1, 4))
         codes = self.codes.flatten(0, -2).unflatten(1, (-1, GROUP))
         return torch.cat((scales, codes), -1).flatten(1)
 
@@ -84,13 +98,21 @@ class Float8:
         codes, scales = self.codes.chunk(2, -2), self.scales.chunk(2, -2)
         return Float8(codes[0], scales[0]), Float8(codes[1], scales[-1])  # a matrix's only scale is that of both
 
-    def _row_scales(self) -> Tensor:
-        """Returns the scales of each row, [..., rows, columns / GROUP]."""
-        *_, rows, columns = self.shape
-        scales = self.scales
-        if scales.shape[-2] == -(-rows // GROUP):
-            scales = scales.repeat_interleave(GROUP, -2)[..., :rows, :]
-        return scales.expand(*self.shape[:-1], -(-columns // GROUP))
+
+def _row_scales(scales: Tensor, shape: Shape) -> Tensor:
+    """Returns the scales of each row of a Float8 of this shape, [..., rows, columns / GROUP]."""
+    *stack, rows, columns = shape
+    if scales.shape[-2] == -(-rows // GROUP):
+        scales = scales.repeat_interleave(GROUP, -2)[..., :rows, :]
+    return scales.expand(*stack, rows, -(-columns // GROUP))
+
+
+def _scales_part(scales: Tensor, shape: Shape, part: Part) -> Tensor:
+    """Returns the scales of a part of a Float8 of this shape. Its columns fill groups."""
+    if part.ranges is None:
+        return scales
+    groups = tuple(slice(own.start // GROUP, own.stop // GROUP) for own in part.ranges)
+    return (replace(part, ranges=groups) if part.columns else part).of(_row_scales(scales, shape))
 
 
 # Tensors
@@ -111,31 +133,27 @@ def read_directory(
     dtype: DType | Literal["auto"] = "auto",
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
-    experts: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of `expected_tensors(config)` in file order, contiguous, on `device`. experts: include theirs.
+    """Yields the tensors of `read_parts`, whole on one device."""
+    for _, name, tensor in read_parts(path, config, dtype, one_device(device), progress):
+        assert isinstance(tensor, torch.Tensor)
+        yield name, tensor
 
-    Matrices are of `dtype` (`auto`: the config's), norms and decay parameters float32 (`tensor_dtype`).
-    `progress(done, total)` counts bytes. Peak memory is near the size of the result: tensors are read one by one. Files
-    are not mapped, because a later eviction of cached pages would stall a step.
+
+def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | Literal["auto"], split: Split,
+               progress: Progress | None = None, experts: bool = True, float8: bool = False
+               ) -> Iterator[tuple[int, str, torch.Tensor | Float8]]:
+    """Yields each device's part of the tensors of `expected_tensors(config)` in file order: device, name, and tensor,
+    contiguous, on the device. experts: include theirs. float8: matrices and stacks stored in float8 stay float8.
+
+    Matrices are of `dtype` (`auto`: the config's), norms and decay parameters float32 (`tensor_dtype`). No byte of the
+    files is read for several devices, unless they all have it. `progress(done, total)` counts bytes. Peak memory is
+    near the size of the result: tensors are read one by one. Files are not mapped, because a later eviction of cached
+    pages would stall a step.
     Raises ModelError naming the tensor that is unknown, missing, doubled or of another shape or dtype, or the file that
     is absent, truncated or corrupt.
     """
-    found = _read_all(Path(path) if isinstance(path, str) else path, config, dtype, device, progress, experts, False)
-    return cast(Iterator[tuple[str, torch.Tensor]], found)
-
-
-def read_directory_float8(path: Path | InMemory, config: ModelConfig, dtype: DType, device: str | torch.device,
-                          progress: Progress | None = None, experts: bool = True
-                          ) -> Iterator[tuple[str, torch.Tensor | Float8]]:
-    """Like `read_directory`, but matrices and stacks stored in float8 stay float8."""
-    return _read_all(path, config, dtype, device, progress, experts, True)
-
-
-def _read_all(path: Path | InMemory, config: ModelConfig, dtype: DType | Literal["auto"],
-              device: str | torch.device, progress: Progress | None, experts: bool, float8: bool
-              ) -> Iterator[tuple[str, torch.Tensor | Float8]]:
-    planned = plan_directory(path, config)
+    planned = plan_directory(Path(path) if isinstance(path, str) else path, config)
     sources = {name: source for name, source in planned.items() if experts or not is_stack(name)}
     kept: DType = config.dtype if dtype == "auto" else dtype
     total = sum(stored.nbytes for stored in sources.values())
@@ -143,16 +161,7 @@ def _read_all(path: Path | InMemory, config: ModelConfig, dtype: DType | Literal
     for name, stored in sources.items():
         if name == HEAD and config.tie_word_embeddings:
             continue
-        parts: dict[str, torch.Tensor | Float8]
-        if float8 and _stays_float8(name, stored):
-            parts = _float8_parts(name, read_float8(name, stored, torch.device(device)))
-        else:
-            tensor = read_stored(name, stored, TORCH_DTYPES[tensor_dtype(name, kept)], torch.device(device))
-            parts = {**split_packed(name, tensor, config)} if packed_parts(name) else {name: tensor}
-            del tensor  # so that the caller can free the parts one by one
-        while parts:
-            part = next(iter(parts))
-            yield part, parts.pop(part)
+        yield from _parts_of(name, stored, config, kept, split, float8)
         done += stored.nbytes
         if progress is not None:
             progress(done, total)
@@ -160,15 +169,65 @@ def _read_all(path: Path | InMemory, config: ModelConfig, dtype: DType | Literal
         check_tied(sources)
 
 
-def _stays_float8(name: str, stored: Source) -> bool:
-    """True for a float8 tensor that need not be split, or whose halves share no block."""
+def read_source(name: str, stored: Source, config: ModelConfig, dtype: DType, split: Split
+                ) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Yields each device's part of the tensors that a stored one is or consists of, as `read_parts`."""
+    for device, part, tensor in _parts_of(name, stored, config, dtype, split, False):
+        assert isinstance(tensor, torch.Tensor)
+        yield device, part, tensor
+
+
+def _parts_of(name: str, stored: Source, config: ModelConfig, dtype: DType, split: Split, float8: bool
+              ) -> Iterator[tuple[int, str, torch.Tensor | Float8]]:
+    kept, names = TORCH_DTYPES[tensor_dtype(name, dtype)], packed_parts(name)
+    if names and not is_stack(name):  # rows of the key heads in turn
+        tensor = read_stored(name, stored, kept, split.devices[0])
+        yield from split.cut(split_packed(name, tensor, config).items())
+        return
+    # gate and up of an expert are on the same device
+    own = dict(split.own(names[0] if names else name, stored.shape))
+    if float8 and _stays_float8(name, stored, own.values()):
+        for device, weight in _read_float8(name, stored, split, own):
+            yield from ((device, *half) for half in _float8_parts(name, weight))
+        return
+    for device, tensor in _read_own(name, stored, kept, split, own):
+        parts = dict(zip(names, (half.contiguous() for half in tensor.chunk(2, 1)), strict=True)) if names else {
+            name: tensor}
+        del tensor  # so that the caller can free the parts one by one
+        while parts:
+            part = next(iter(parts))
+            yield device, part, parts.pop(part)
+
+
+def _read_own(name: str, stored: Source, dtype: torch.dtype, split: Split, own: Mapping[int, Part]
+              ) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields each device's part of a tensor, of which `own` has one for each device that has any."""
+    if not any(part.columns for part in own.values()):
+        for device, part in own.items():
+            yield device, read_stored(name, stored, dtype, split.devices[device], part)
+        return
+    found = {device: torch.empty(part.shape(stored.shape), dtype=dtype, device=split.devices[device])
+             for device, part in own.items()}
+    step = max(1, _CHUNK // (GROUP * stored.shape[1])) * GROUP
+    for first in range(0, stored.shape[0], step):
+        rows = Part((slice(first, min(first + step, stored.shape[0])),))
+        piece = read_stored(name, stored, dtype, torch.device("cpu"), rows)
+        for device, part in own.items():
+            found[device][first:first + len(piece)] = part.of(piece)
+    yield from found.items()
+
+
+def _stays_float8(name: str, stored: Source, own: Iterable[Part]) -> bool:
+    """True for a float8 tensor that need not be split, or whose parts share no block."""
     splittable = is_stack(name) and stored.shape[-2] % (2 * GROUP) == 0
-    return stored.dtype == FLOAT8 and (splittable or not packed_parts(name))
+    aligned = all(bound % GROUP == 0 for part in own if part.columns and part.ranges
+                  for columns in part.ranges for bound in (columns.start, columns.stop))
+    return stored.dtype == FLOAT8 and aligned and (splittable or not packed_parts(name))
 
 
-def _float8_parts(name: str, weight: Float8) -> dict[str, torch.Tensor | Float8]:
+def _float8_parts(name: str, weight: Float8) -> list[tuple[str, Float8]]:
     names = packed_parts(name)
-    return {**dict(zip(names, weight.halves(), strict=True))} if names else {name: weight}
+    return [*zip(names, weight.halves(), strict=True)] if names else [(name, weight)]
 
 
 def plan_directory(directory: Path | InMemory, config: ModelConfig) -> dict[str, Source]:
@@ -223,14 +282,22 @@ def _check_complete(directory: Path | InMemory, expected: dict[str, Shape], serv
                          "download all shards of the revision that config.json belongs to")
 
 
-def read_stored(name: str, stored: Source, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Reads and converts a tensor. Raises ModelError naming a truncated file."""
-    result = torch.empty(stored.shape, dtype=dtype, device=device)
-    for part, piece in zip(stored.parts, result.view(len(stored.parts), -1), strict=True):
-        try:
-            _read_part(name, part, piece)
-        except OSError as error:
-            raise ModelError(f"{part.path} cannot be read: {error.strerror}") from error
+def read_stored(name: str, stored: Source, dtype: torch.dtype, device: torch.device, part: Part = WHOLE
+                ) -> torch.Tensor:
+    """Reads and converts a tensor, or rows of it. Raises ModelError naming a truncated file."""
+    assert not part.columns
+    sources = [stored if rows is None else rows_of(stored, rows.start, rows.stop) for rows in part.ranges or (None,)]
+    found = [source for source in sources if source]
+    if len(found) < len(sources):
+        return part.of(read_stored(name, stored, dtype, device)).contiguous()
+    result = torch.empty(part.shape(stored.shape), dtype=dtype, device=device)
+    pieces = [result] if part.ranges is None else result.split([source.shape[0] for source in found])
+    for source, own in zip(found, pieces, strict=True):
+        for stored_part, piece in zip(source.parts, own.view(len(source.parts), -1), strict=True):
+            try:
+                _read_part(name, stored_part, piece)
+            except OSError as error:
+                raise ModelError(f"{stored_part.path} cannot be read: {error.strerror}") from error
     return result
 
 
@@ -269,13 +336,15 @@ def _read_float8_values(name: str, stored: StoredTensor, scales: StoredTensor, r
                 _check_range(name, numbers, piece)
 
 
-def read_float8(name: str, stored: Source, device: torch.device) -> Float8:
-    """Reads a float8 tensor without conversion. Raises ModelError as `read_stored`."""
+def _read_float8(name: str, stored: Source, split: Split, own: Mapping[int, Part]) -> Iterator[tuple[int, Float8]]:
+    """Yields each device's part of a float8 tensor, without conversion. Raises ModelError as `read_stored`."""
     scales = scales_of(stored)
     assert scales is not None
-    codes = [replace(part, dtype="U8", scales=None) for part in stored.parts]
-    return Float8(read_stored(name, Stack(tuple(codes)), torch.uint8, device).view(stored.shape),
-                  read_stored(name, scales, torch.float32, device))
+    parts = [replace(part, dtype="U8", scales=None) for part in stored.parts]
+    codes = Stack(tuple(parts)) if isinstance(stored, Stack) else parts[0]
+    factors = read_stored(name, scales, torch.float32, torch.device("cpu"))
+    for device, found in _read_own(name, codes, torch.uint8, split, own):
+        yield device, Float8(found, _scales_part(factors, stored.shape, own[device]).to(found.device))
 
 
 def _fill(file: Any, tensor: torch.Tensor, stored: StoredTensor) -> None:

@@ -42,8 +42,7 @@ class Decoder:
     """A model ready to run. Stateless: a step depends on its batch and views only.
 
     weights: of the first device. dtype: of the hidden states. others: the weights of the other devices, if the model is
-    split over several (tensor parallel). whole_head [V, H]: the matrix of the logits of all devices, if there are
-    several.
+    split over several (tensor parallel).
     """
 
     config: ModelConfig
@@ -51,7 +50,6 @@ class Decoder:
     weights: DecoderWeights
     dtype: torch.dtype
     others: tuple[DecoderWeights, ...] = ()
-    whole_head: Block | None = None
 
     @property
     def shards(self) -> tuple[DecoderWeights, ...]:
@@ -61,7 +59,11 @@ class Decoder:
     @property
     def head(self) -> Weight:
         """The matrix of the logits of all devices."""
-        return self.weights.head if self.whole_head is None else self.whole_head
+        if not self.others:
+            return self.weights.head
+        if self.config.tie_word_embeddings:
+            return self.weights.embedding
+        return tuple(block for shard in self.shards for block in _blocks(shard.head))
 
     def forward(self, batch: Batch, *views: CacheViews, observe: Observer | None = None) -> Tensor:
         """Runs one step; returns hidden states after the final norm: of the tokens `batch.logit_tokens` [L, H] or, with
@@ -201,33 +203,33 @@ def _nbytes(weights: Iterable[Weight]) -> int:
     return sum(block.nbytes for weight in weights for block in _blocks(weight))
 
 
-def build(config: ModelConfig, weights: dict[str, Weight], ops: Ops, dtype: torch.dtype,
-          tiled: bool = False, pools: Sequence[ExpertPool | None] = (), tp: int = 1) -> Decoder:
-    """Builds a decoder from canonical tensors (loader/names), which it pops from `weights`, so that joining projections
-    needs memory for one layer only.
+def build(config: ModelConfig, parts: Sequence[dict[str, Weight]], ops: Ops, dtype: torch.dtype,
+          tiled: bool = False, pools: Sequence[ExpertPool | None] = ()) -> Decoder:
+    """Builds a decoder from each device's part of the canonical tensors (loader/names), which it pops, so that joining
+    projections needs memory for one layer only.
 
     dtype: of the hidden states. tiled: value heads are in the order of GGUF files. pools: experts of each layer, or
-        its whole feed-forward, that are not among the weights. tp: number of devices.
+        its whole feed-forward, that are not among the weights.
     """
-    splitter, counts = WeightSplitter(config, tp, tiled), {"linear_attention": 0, "full_attention": 0}
-    layers: list[list[DecoderLayer]] = [[] for _ in splitter.shards]
+    shards, counts = WeightSplitter(config, len(parts), tiled).shards, {"linear_attention": 0, "full_attention": 0}
+    layers: list[list[DecoderLayer]] = [[] for _ in shards]
     for index, kind in enumerate(config.layer_types):
-        prefix = f"model.layers.{index}."
-        parts = splitter.split(weights, prefix)
-        for shard, part, built in zip(splitter.shards, parts, layers, strict=True):
-            take = WeightLoader(part, prefix, ops, config.norm_offset, shard)
+        for shard, part, built in zip(shards, parts, layers, strict=True):
+            take = WeightLoader(part, f"model.layers.{index}.", ops, config.norm_offset, shard)
             mixer = _gdn(take) if kind == "linear_attention" else _attention(take)
             built.append(DecoderLayer(take.norm("input_layernorm"), mixer, take.norm("post_attention_layernorm"),
                                       take.feed_forward(pools[index] if pools else None), counts[kind]))
         counts[kind] += 1
-    top = WeightLoader(weights, "", ops, config.norm_offset, splitter.shards[0])
-    embedding = top.block("model.embed_tokens", table=True)
-    head = embedding if config.tie_word_embeddings else top.block("lm_head", table=tp > 1)
     rope = RopeSpec(config.rope.theta, config.rope.rotary_dim, config.rope.mrope_section, config.rope.factors)
-    norm = top.norm("model.norm")
-    first, *others = [DecoderWeights(embedding, tuple(built), norm, rows, rope, config.rms_norm_eps)
-                      for built, rows in zip(layers, splitter.head(head), strict=True)]
-    return Decoder(config, ops, first, dtype, tuple(others), head if others else None)
+    found = list[DecoderWeights]()
+    for shard, part, built in zip(shards, parts, layers, strict=True):
+        top = WeightLoader(part, "", ops, config.norm_offset, shard)
+        # without one of its own a device reads that of the first
+        embedding = (top.block("model.embed_tokens", table=True) if "model.embed_tokens.weight" in part
+                     else found[0].embedding)
+        head = top.tied_head(embedding) if config.tie_word_embeddings else top.block("lm_head", table=len(parts) > 1)
+        found.append(DecoderWeights(embedding, tuple(built), top.norm("model.norm"), head, rope, config.rms_norm_eps))
+    return Decoder(config, ops, found[0], dtype, tuple(found[1:]))
 
 
 class WeightLoader:
@@ -247,6 +249,13 @@ class WeightLoader:
         matrix = self.weights.pop(f"{self.prefix}{name}.weight")
         assert not isinstance(matrix, tuple), f"{name} is a stack"
         return matrix if isinstance(matrix, QTensor) else self.ops.pack(matrix, table)
+
+    def tied_head(self, embedding: Block) -> Block:
+        """Returns its rows of the embedding as a matrix of the logits, in the same memory."""
+        rows = self.shard.tokens
+        if self.shard.count == 1:
+            return embedding
+        return embedding.row_view(rows.start, rows.stop) if isinstance(embedding, QTensor) else embedding[rows]
 
     def float32(self, name: str) -> Tensor:
         return self.plain(name).float()

@@ -97,20 +97,20 @@ class DraftVocabulary:
 
     head [N, H]: the rows, in the format of the whole matrix. ids [N] int64, on the same device: their tokens. The
     drafting thread overwrites both in place, between two drafts. A device does that in the order of its stream, so that
-    recorded graphs stay valid, and no draft has rows of one step with tokens of another. copies: both on other devices.
+    recorded graphs stay valid, and no draft has rows of one step with tokens of another. copies: both, by device.
     size: tokens of the whole vocabulary. copied: rows that were overwritten until now.
     """
 
-    def __init__(self, whole: Weight, tokens: List[int], others: Iterable[torch.device] = ()) -> None:
+    def __init__(self, whole: Weight, tokens: List[int], devices: Iterable[torch.device] = ()) -> None:
         """whole [V, H]: the matrix of all logits, which is kept; or its parts in order, which may be on several
-        devices. tokens: as `draftable` gives them. others: devices of the copies."""
+        devices. tokens: as `draftable` gives them. devices: that draft."""
         parts = whole if isinstance(whole, tuple) else (whole,)
         self.size, self.copied = sum(map(len, parts)), 0
         self.ids = torch.tensor(tokens, device=parts[0].data.device)
         # oneDNN's layout has no rows that could be read one by one: of such a matrix they stay as they are
         self._parts = () if isinstance(parts[0], Tensor) and parts[0].is_mkldnn else parts
         self.head = gather_rows(parts, self.ids)
-        self.copies = [(to_device(self.head, device), self.ids.to(device)) for device in others]
+        self.copies = {device: (to_device(self.head, device), self.ids.to(device)) for device in devices}
         base = len(tokens) - len(tokens) // _ADAPTIVE
         self._base = frozenset(tokens[:base])
         self._recent = OrderedDict((tokens[row], row) for row in reversed(range(base, len(tokens))))
@@ -151,7 +151,9 @@ class DraftVocabulary:
         else:
             _put_parts(self.head, self._parts, *host.chunk(2))
         self.ids.index_copy_(0, rows, ids)
-        for head, own in self.copies:
+        for head, own in self.copies.values():
+            if own is self.ids:
+                continue
             places, new = on_device(host, own.device).chunk(2)
             _put(head, places, self.head, rows)
             own.index_copy_(0, places, new)
@@ -167,8 +169,11 @@ def to_device(weight: Weight, device: torch.device) -> Any:
     return weight.to(device) if isinstance(weight, Tensor) else replace(weight, data=weight.data.to(device))
 
 
-def gather_rows(parts: List[Block], ids: Tensor) -> Block:
-    """Returns a copy of these rows of a matrix, on the device of its first part. Waits for the devices."""
+def gather_rows(parts: List[Block], ids: Tensor | None = None) -> Block:
+    """Returns a copy of these rows of a matrix, on the device of its first part. ids: None: of all. Waits for the
+    devices."""
+    if ids is None:
+        ids = torch.arange(sum(map(len, parts)), device=parts[0].data.device)
     if len(parts) == 1:
         return _picked(parts[0], ids)
     first = parts[0]

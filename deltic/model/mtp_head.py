@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from statistics import median
 from typing import Final
 
@@ -94,60 +94,74 @@ class MtpHead(MtpWeights):
         return ops.add_norm(joined, None, self.layer.input_norm, self.eps)
 
 
-def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder, tokens: Sequence[int] | None = None
-               ) -> MtpHead:
-    """Builds a head for a trunk from canonical tensors (`loader.names.expected_head`), which it pops from `tensors`.
+def build_head(config: ModelConfig, parts: Sequence[dict[str, Weight]], decoder: Decoder,
+               tokens: Sequence[int] | None = None) -> MtpHead:
+    """Builds a head for a trunk from each device's part of the canonical tensors (`loader.names.expected_head`), which
+    it pops.
 
     tokens: draft among these only, with a copy of their rows, as `draft_vocabulary.draftable` returns them; None: among
         all. Unless the head has its own, embedding and matrix of the logits are the trunk's.
     """
-    ops, main = decoder.ops, decoder.weights
+    ops = decoder.ops
     if config.experts is not None:
-        _borrow_gates(config.experts, tensors, decoder)
+        _borrow_gates(config.experts, parts, decoder)
+    tensors = parts[0]
     offset = 0.0 if _has_offset(tensors, decoder) else config.norm_offset
-    splitter = WeightSplitter(config, len(decoder.shards))
-    devices, parts = [shard.norm.device for shard in decoder.shards], splitter.split(tensors, _LAYER)
-    for part, device in zip(parts, devices, strict=True):
-        part.update({name: to_device(tensor, device) for name, tensor in part.items() if name.startswith(_LAYER)})
+    shards = WeightSplitter(config, len(parts)).shards
     layers = [_layer(WeightLoader(part, _LAYER, ops, offset, shard))
-              for part, shard in zip(parts, splitter.shards, strict=True)]
-    top = WeightLoader(tensors, "mtp.", ops, offset, splitter.shards[0])
-    own_embedding = top.block("embed_tokens", table=True) if "mtp.embed_tokens.weight" in tensors else None
-    own_head = (top.block("shared_head.head", tokens is not None) if "mtp.shared_head.head.weight" in tensors else None)
-    heads, short = _logits(own_head, decoder, tokens)
-    fc = top.linear("fc")
-    embedding = main.embedding if own_embedding is None else own_embedding
-    matrices = (embedding, *(block for weight in (fc, heads[0], *_matrices(layers[0][0])) for block in _blocks(weight)))
-    first = MtpHead(
-        embedding, top.norm("pre_fc_norm_embedding"), top.norm("pre_fc_norm_hidden"), fc, *layers[0],
-        top.norm("norm"), heads[0], main.rope, main.eps, short.ids if short else None, ops,
-        # as a whole native step computes; plain matrices want activations of their own dtype
-        torch.float32 if all(isinstance(block, QTensor) for block in matrices) else decoder.dtype, short)
-    others = list[MtpWeights]()
-    for index, (shard, device) in enumerate(zip(decoder.others, devices[1:], strict=True), 1):
-        layer, kv = layers[index]
-        others.append(MtpWeights(
-            shard.embedding if own_embedding is None else to_device(own_embedding, device),
-            first.norm_embedding.to(device), first.norm_hidden.to(device), to_device(fc, device), layer, kv,
-            first.norm.to(device), heads[index], main.rope, main.eps, short.copies[index - 1][1] if short else None))
-    return replace(first, others=tuple(others))
+              for part, shard in zip(parts, shards, strict=True)]
+    tops = [_top(WeightLoader(part, "mtp.", ops, offset, shard), tokens is not None)
+            for part, shard in zip(parts, shards, strict=True) if "mtp.fc.weight" in part]
+    tops += tops[:1] * (len(parts) - len(tops))  # virtual devices of a CPU share the first one's
+    heads, short = _logits(tops, decoder, tokens)
+    weights = [MtpWeights(
+        shard.embedding if top.embedding is None else top.embedding, top.norm_embedding, top.norm_hidden, top.fc,
+        layer, kv, top.norm, head, shard.rope, shard.eps, ids)
+        for shard, top, (layer, kv), (head, ids) in zip(decoder.shards, tops, layers, heads, strict=True)]
+    own = {field.name: getattr(weights[0], field.name) for field in fields(MtpWeights)}
+    matrices = [own["embedding"], *(block for weight in (own["fc"], own["head"], *_matrices(own["layer"]))
+                                    for block in _blocks(weight))]
+    # as a whole native step computes; plain matrices want activations of their own dtype
+    dtype = torch.float32 if all(isinstance(block, QTensor) for block in matrices) else decoder.dtype
+    return MtpHead(**own, ops=ops, dtype=dtype, vocabulary=short, others=tuple(weights[1:]))
 
 
-def _logits(own: Block | None, decoder: Decoder, tokens: Sequence[int] | None
-            ) -> tuple[list[Weight], DraftVocabulary | None]:
-    """Returns the matrix of the logits on each device, and the vocabulary if it is a shortened one. own: the head's."""
+@dataclass(frozen=True, slots=True)
+class _Top:
+    """What of a head is whole on a device. embedding, head: None if the trunk's are used."""
+
+    embedding: Block | None
+    norm_embedding: Tensor
+    norm_hidden: Tensor
+    fc: Weight
+    norm: Tensor
+    head: Block | None
+
+
+def _top(take: WeightLoader, shortened: bool) -> _Top:
+    def own(name: str, table: bool) -> Block | None:
+        return take.block(name, table) if f"mtp.{name}.weight" in take.weights else None
+
+    return _Top(own("embed_tokens", True), take.norm("pre_fc_norm_embedding"), take.norm("pre_fc_norm_hidden"),
+                take.linear("fc"), take.norm("norm"), own("shared_head.head", shortened))
+
+
+def _logits(tops: Sequence[_Top], decoder: Decoder, tokens: Sequence[int] | None
+            ) -> tuple[list[tuple[Weight, Tensor | None]], DraftVocabulary | None]:
+    """Returns `head` and `tokens` of each device, and the vocabulary if it is a shortened one."""
     devices = [shard.norm.device for shard in decoder.shards]
-    whole: Weight = decoder.head if own is None else own
-    if own is None and len({*devices}) > 1:  # each has the rows of some tokens
-        whole = tuple(block for shard in decoder.shards for block in _blocks(shard.head))
+    whole: Weight = decoder.head if tops[0].head is None else tops[0].head
     if tokens is not None:
-        short = DraftVocabulary(whole, tokens, devices[1:])
-        return [short.head, *(head for head, _ in short.copies)], short
-    if own is None and decoder.config.tie_word_embeddings and len({*devices}) > 1:
-        return [shard.embedding for shard in decoder.shards], None
-    if isinstance(whole, tuple):
-        whole = gather_rows(whole, torch.arange(sum(map(len, whole)), device=devices[0]))
-    return [to_device(whole, device) for device in devices], None
+        short = DraftVocabulary(whole, tokens, devices)
+        return [short.copies[device] for device in devices], short
+    if len({*devices}) == 1:
+        return [(whole, None)] * len(devices), None
+    found = list[tuple[Weight, Tensor | None]]()
+    for shard, top, device in zip(decoder.shards, tops, devices, strict=True):
+        own: Weight | None = shard.embedding if decoder.config.tie_word_embeddings else None
+        own = own if top.head is None else top.head
+        found.append((to_device(gather_rows(_blocks(whole)), device) if own is None else own, None))
+    return found, None
 
 
 def _layer(take: WeightLoader) -> tuple[DecoderLayer, Weight]:
@@ -173,20 +187,22 @@ def _attention(layer: DecoderLayer) -> AttentionWeights:
     return layer.mixer
 
 
-def _borrow_gates(experts: ExpertsConfig, tensors: dict[str, Weight], decoder: Decoder) -> None:
+def _borrow_gates(experts: ExpertsConfig, parts: Sequence[dict[str, Weight]], decoder: Decoder) -> None:
     """Adds the expert gates that some tools drop from a head: those of the trunk's last attention layer are most
     similar."""
     rows = {"gate": slice(experts.count), "shared_expert_gate": slice(experts.count, experts.count + 1)}
     for gate, part in rows.items():
         name = f"mtp.layers.0.mlp.{gate}.weight"
-        if name in tensors or (gate != "gate" and not experts.shared_size):
+        if name in parts[0] or (gate != "gate" and not experts.shared_size):
             continue
         layers = [layer.mlp for layer in decoder.weights.layers if isinstance(layer.mixer, AttentionWeights)]
         if not layers or not isinstance(layers[-1], MoeWeights):
             raise ModelError(f"tensor {name!r} is missing, and the model has no layer with attention whose gate could "
                              "stand in; use the model without its head")
         log.warning("the draft head lacks %s: that of the model's last layer with attention is used", name)
-        tensors[name] = torch.cat([_plain(block) for block in _blocks(layers[-1].router)])[part].clone()
+        borrowed = torch.cat([_plain(block) for block in _blocks(layers[-1].router)])[part].clone()
+        for own, shard in zip(parts, decoder.shards, strict=True):
+            own[name] = borrowed.to(shard.norm.device)
 
 
 def _has_offset(tensors: Mapping[str, Weight], decoder: Decoder) -> bool:

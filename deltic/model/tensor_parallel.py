@@ -9,7 +9,7 @@ whole on every device.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -18,10 +18,9 @@ import torch
 
 from deltic.config import ModelConfig
 from deltic.errors import ConfigError
-from deltic.ops.memory import Arena
-from deltic.ops.quantized import PANEL, QTensor
+from deltic.ops.parts import WHOLE, Part, Shape, Split
+from deltic.ops.quantized import PANEL
 from deltic.ops.slices import PLAIN_UNIT, slice_ends, slice_unit
-from deltic.ops.types import Block, Weight
 
 DEGREES: Final = (1, 2, 4, 8)
 """Numbers of devices, whose slices are subtrees of the sums."""
@@ -140,63 +139,41 @@ def _units(columns: int, packed: bool) -> set[int]:
 
 
 class WeightSplitter:
-    """Cuts canonical tensors (`loader.names`) into those of each device."""
+    """Knows which part of each canonical tensor (`loader.names`) each device has.
 
-    def __init__(self, config: ModelConfig, count: int = 1, tiled: bool = False) -> None:
+    units: columns that the slices of each `down` are multiples of, by its name, unless it is plain.
+    copies: every device has a copy of embedding and top of a draft head, not the first one alone.
+    """
+
+    def __init__(self, config: ModelConfig, count: int = 1, tiled: bool = False, units: Mapping[str, int] | None = None,
+                 copies: bool = False) -> None:
         self.shards = [Shard(config, index, count, tiled) for index in range(count)]
-        self._arena = Arena()
+        self._units, self._copies = units or {}, copies
 
-    def split(self, weights: dict[str, Weight], prefix: str) -> list[dict[str, Weight]]:
-        """Returns each device's tensors of a layer, which it pops from `weights`. One device takes them from `weights`
-        itself. A device whose part of a shared expert has no columns does not have its tensors."""
+    def over(self, devices: Sequence[str]) -> Split:
+        """Returns how these devices share the model."""
+        return Split(tuple(map(torch.device, devices)), self.parts)
+
+    def parts(self, name: str, shape: Shape) -> list[Part | None]:
+        """Returns each device's part; None for a shared expert of which a device has no columns, and for what the first
+        device alone has."""
         if len(self.shards) == 1:
-            return [weights]
-        parts: list[dict[str, Weight]] = [{} for _ in self.shards]
-        names = [name for name in weights if name.startswith(prefix)]
-        units = {name: _unit(weights[name]) for name in names if name.endswith(".down_proj.weight")}
-        for name in names:
-            whole = weights.pop(name)
-            down = re.sub(r"\.(gate|up)_proj\.weight$", ".down_proj.weight", name)
-            for shard, own in zip(self.shards, parts, strict=True):
-                part = self._cut(whole, shard, name, units.get(down, PLAIN_UNIT))
-                if part is not None:
-                    own[name] = part
-        return parts
+            return [WHOLE]
+        if ".layers." not in name and name not in ("model.norm.weight", "lm_head.weight") and not self._copies:
+            return [WHOLE, *[None] * (len(self.shards) - 1)]
+        return [self._part(shard, name, shape) for shard in self.shards]
 
-    def head(self, whole: Block) -> list[Block]:
-        """Returns each device's rows of the matrix of the logits, which share its memory."""
-        if len(self.shards) == 1:
-            return [whole]
-        ends = [shard.tokens for shard in self.shards]
-        if isinstance(whole, QTensor):
-            return [whole.row_view(rows.start, rows.stop) for rows in ends]
-        return [whole[rows] for rows in ends]
-
-    def _cut(self, whole: Weight, shard: Shard, name: str, unit: int) -> Weight | None:
-        """Returns a device's part of a tensor; None if there is none."""
+    def _part(self, shard: Shard, name: str, shape: Shape) -> Part | None:
         if ".experts." in name:
-            assert not isinstance(whole, QTensor), f"{name} is no stack"
-            return whole[shard.experts]
-        assert not isinstance(whole, tuple), f"{name} is a stack"
-        if rows := _rows(shard, name, whole.shape[0], unit):
-            return self._taken(whole, rows, 0)
-        if columns := _columns(shard, name, whole.shape[-1], unit):
-            return self._taken(whole, columns, 1)
-        return whole
-
-    def _taken(self, whole: Block, ranges: Sequence[slice], axis: int) -> Block | None:
-        if not sum(part.stop - part.start for part in ranges):
-            return None
-        if isinstance(whole, QTensor):
-            return whole.take_columns(ranges, self._arena) if axis else whole.take_rows(ranges, self._arena)
-        parts = [whole[:, part] if axis else whole[part] for part in ranges]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, axis)).contiguous()
-
-
-def _unit(weight: Weight) -> int:
-    """Returns the slice unit of `down`."""
-    block = weight[0] if isinstance(weight, tuple) else weight
-    return slice_unit(block.type, block.columns) if isinstance(block, QTensor) else PLAIN_UNIT
+            return Part((shard.experts,))
+        if name == "lm_head.weight":
+            return Part((shard.tokens,))
+        unit = self._units.get(re.sub(r"\.(gate|up)_proj\.weight$", ".down_proj.weight", name), PLAIN_UNIT)
+        rows, columns = _rows(shard, name, shape[0], unit), _columns(shard, name, shape[-1], unit)
+        if not rows and not columns:
+            return WHOLE
+        part = Part(tuple(rows or columns), bool(columns))
+        return part if part.size else None
 
 
 def _rows(shard: Shard, name: str, rows: int, unit: int) -> list[slice]:

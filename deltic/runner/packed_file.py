@@ -15,7 +15,7 @@ import logging
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +33,7 @@ from deltic.ops.types import Weight
 
 log = logging.getLogger("deltic")
 
-VERSION: Final = 1
+VERSION: Final = 2
 _MAGIC: Final = b"deltic-aot\0\0"
 _HEAD: Final = struct.Struct("<12sIQ")
 _ALIGNMENT: Final = 64
@@ -61,8 +61,9 @@ class PackedFile:
             raise ConfigError(f"aot_dir {folder}: {error.strerror}: name a directory that can be written to",
                               "aot_dir") from error
 
-    def read(self) -> dict[str, Weight] | None:
-        """Returns the mapped weights. None if they must be packed, with a warning if there is an unusable file."""
+    def read(self) -> list[dict[str, Weight]] | None:
+        """Returns each device's part of the weights, mapped. None if they must be packed, with a warning if there is an
+        unusable file."""
         if not self.usable:
             return None
         try:
@@ -76,13 +77,14 @@ class PackedFile:
         log.info("packed weights come from %s", self.path)
         return weights
 
-    def write(self, weights: Mapping[str, Weight]) -> None:
-        """Writes the weights for the next start. An error is only a warning, because the weights are in memory."""
+    def write(self, parts: Sequence[Mapping[str, Weight]]) -> None:
+        """Writes each device's part of the weights for the next start. An error is only a warning, because the weights
+        are in memory."""
         if not self.usable:
             log.info("packed weights are not kept: the model's files were changed a moment ago")
             return
         try:
-            write_whole(self.path, _pieces(self.key, weights))
+            write_whole(self.path, _pieces(self.key, parts))
         except OSError as error:
             log.warning("packed weights are not kept: %s: %s", self.path, error.strerror)
 
@@ -104,21 +106,22 @@ def _describe(block: Tensor | QTensor) -> dict[str, Any]:
     return {"dtype": str(block.dtype).removeprefix("torch."), "shape": [*block.shape]}
 
 
-def _pieces(key: str, weights: Mapping[str, Weight]) -> Iterator[bytes | memoryview]:
+def _pieces(key: str, weights: Sequence[Mapping[str, Weight]]) -> Iterator[bytes | memoryview]:
     """The file's content. Blocks of one weight that is a tuple follow each other under its name."""
     entries, parts, start = list[dict[str, Any]](), list[memoryview](), 0
-    for name, weight in weights.items():
+    named = [(device, name, weight) for device, own in enumerate(weights) for name, weight in own.items()]
+    for device, name, weight in named:
         for block in weight if isinstance(weight, tuple) else (weight,):
             view = _bytes_of(block)
             start = -(-start // _ALIGNMENT) * _ALIGNMENT
-            entries.append({"name": name, "stack": isinstance(weight, tuple), "start": start, "nbytes": len(view),
-                            **_describe(block)})
+            entries.append({"device": device, "name": name, "stack": isinstance(weight, tuple), "start": start,
+                            "nbytes": len(view), **_describe(block)})
             parts.append(view)
             start += len(view)
     with ThreadPoolExecutor(available_cores()) as pool:
         digests = [*pool.map(_digests, parts)]
     entries = [{**entry, "sha256": found} for entry, found in zip(entries, digests, strict=True)]
-    header = json.dumps({"key": key, "nbytes": start, "entries": entries}).encode()
+    header = json.dumps({"key": key, "nbytes": start, "devices": len(weights), "entries": entries}).encode()
     header += b" " * (-(_HEAD.size + len(header)) % _ALIGNMENT)
     yield _HEAD.pack(_MAGIC, VERSION, len(header)) + header
     end = 0
@@ -132,7 +135,7 @@ def _digests(view: memoryview) -> list[str]:
     return [hashlib.sha256(view[start:start + _PIECE]).hexdigest() for start in range(0, len(view), _PIECE)]
 
 
-def _read(descriptor: int, key: str) -> dict[str, Weight]:
+def _read(descriptor: int, key: str) -> list[dict[str, Weight]]:
     """Raises ValueError with the reason if the file is unusable."""
     magic, version, size = _HEAD.unpack(_exactly(descriptor, _HEAD.size, 0))
     if magic != _MAGIC or version != VERSION or size > _LARGEST:
@@ -143,15 +146,15 @@ def _read(descriptor: int, key: str) -> dict[str, Weight]:
     first = _HEAD.size + size
     if os.fstat(descriptor).st_size != first + header["nbytes"]:
         raise ValueError("it is not whole")
-    found = dict[str, list[Tensor | QTensor]]()
     mapped = torch.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     with ThreadPoolExecutor(available_cores()) as pool:
         blocks = [*pool.map(lambda entry: _block(mapped[first + entry["start"]:][:entry["nbytes"]], entry),
                             header["entries"])]
+    found: list[dict[str, Weight]] = [{} for _ in range(header["devices"])]
     for entry, block in zip(header["entries"], blocks, strict=True):
-        found.setdefault(entry["name"], []).append(block)
-    stacks = {entry["name"] for entry in header["entries"] if entry["stack"]}
-    return {name: tuple(blocks) if name in stacks else blocks[0] for name, blocks in found.items()}
+        own, name = found[entry["device"]], entry["name"]
+        own[name] = (*own.get(name, ()), block) if entry["stack"] else block
+    return found
 
 
 def _block(data: Tensor, entry: Mapping[str, Any]) -> Tensor | QTensor:

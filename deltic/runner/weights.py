@@ -16,15 +16,22 @@ from torch import Tensor
 from deltic.cache.offload.identity import FileMark, Identity, machine_facts
 from deltic.config import DTYPE_BYTES, DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.errors import ConfigError, ModelError
-from deltic.loader.gguf.load import is_quantized, packed_sizes, unserved_experts, wants_packing
+from deltic.loader.gguf.load import (
+    down_units,
+    is_quantized,
+    packed_sizes,
+    plan_gguf,
+    unserved_experts,
+    wants_packing,
+)
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.model_files import ModelFiles
 from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, tensor_dtype
-from deltic.loader.quantize import FP8, STORED, quantize_tensors, quantize_tower, quantized_bytes
-from deltic.loader.safetensors import Progress
+from deltic.loader.quantize import FP8, STORED, quantize_parts, quantize_tower, quantized_bytes, quantized_units
+from deltic.loader.safetensors import Float8, Progress
 from deltic.loader.vision import expected_tower
 from deltic.model.draft_vocabulary import Tokens, draftable
-from deltic.model.tensor_parallel import check_degree
+from deltic.model.tensor_parallel import WeightSplitter, check_degree
 from deltic.model.vision_tower import build_tower
 from deltic.ops import Ops
 from deltic.ops.capabilities import verifies_drafts
@@ -70,7 +77,7 @@ class OpenedModel:
 
 
 class WeightReader:
-    """Reads the weights of one model for one device.
+    """Reads the weights of one model, for each device its own part.
 
     dtype: of plain weights and activations.
     tiled: the matrices stay as they are in a GGUF file.
@@ -93,7 +100,10 @@ class WeightReader:
         in_files = files if files and not files.weights else None
         check_experts(in_files, source.config, options, dtype, self.tiled or quantizes)
         self._here = beside_card(options) or not options.offloads_experts
-        self._form = packed_form(options)
+        self._forms = [packed_form(options)] * options.shards
+        self._units = self._slice_units() if options.shards > 1 else {}
+        self._split = WeightSplitter(source.config, options.shards, self.tiled, self._units, bool(options.on_gpu)).over(
+            [options.device] * options.shards)
 
     def sizes(self) -> dict[str, int]:
         """Returns the bytes of the text model's weights on a GPU, by name."""
@@ -126,22 +136,25 @@ class WeightReader:
                  "packed": self.tiled, "quant": self._scheme, "head": head}
         return Identity(facts, self._marks)
 
-    def read(self, layers: LayerPlan) -> tuple[dict[str, Weight], PinnedExpertStore | None]:
-        """Returns the weights, except plain experts beside a GPU, which are in the store. layers: those whose
-        feed-forwards stay in host memory."""
-        self._form = self._placed_form(layers)
+    def read(self, layers: LayerPlan) -> tuple[list[dict[str, Weight]], PinnedExpertStore | None]:
+        """Returns each device's part of the weights, except plain experts beside a GPU, which are in the store. layers:
+        those whose feed-forwards stay in host memory."""
+        self._forms = [self._placed_form(form, layers) for form in self._forms]
         files, config, options = self.source.files, self.source.config, self.options
         if self._quantizes:
             return self._quantize(), None
         if files and self.tiled:
-            return files.load_packed(self._progress, self._form, self._here), None
+            return files.load_packed(self._forms, self._split, self._progress, self._here), None
         store = plain_store(config, options) if beside_card(options) and options.quant == "none" else None
-        return {name: self._form.put(name, tensor) for name, tensor in self._plain()
-                if not (store and store.take(name, tensor))}, store
+        found: list[dict[str, Weight]] = [{} for _ in self._forms]
+        for device, name, tensor in self._plain():
+            assert isinstance(tensor, Tensor)
+            if not (store and store.take(name, tensor)):
+                found[device][name] = self._forms[device].put(name, tensor)
+        return found, store
 
-    def _placed_form(self, layers: LayerPlan) -> PackedForm:
-        """Returns the form of the matrices, with another one for those that stay in host memory."""
-        form = packed_form(self.options)
+    def _placed_form(self, form: PackedForm, layers: LayerPlan) -> PackedForm:
+        """Returns the form of a device's matrices, with another one for those that stay in host memory."""
         if not layers.layers:
             return form
         check_host_memory(layers)
@@ -149,29 +162,33 @@ class WeightReader:
         host = host_layer_form(form.device, packs and has_second_form(self.options, layers))
         return replace(form, placed={name: host for index in layers.layers for name in matrices_of(index)})
 
-    def read_head(self) -> dict[str, Weight] | None:
-        """Returns the draft head's weights if the options want it and the model has one."""
+    def read_head(self) -> list[dict[str, Weight]] | None:
+        """Returns each device's part of the draft head if the options want it and the model has one."""
         files, random, speculation = self.source.files, self.source.random, self.options.speculation
         if not isinstance(speculation, Auto | Mtp):
             return None
         if isinstance(speculation, Auto) and not verifies_drafts(self.options.device, self.dtype):
             return None
-        found: dict[str, Weight] | None = None
+        found: list[dict[str, Weight]] = [{} for _ in self._forms]
         if random and random.head:
-            found = {**dict(random.tensors(self.source.config, self.dtype, self.options.device, head=True))}
+            whole = random.tensors(self.source.config, self.dtype, self.options.device, head=True)
+            for device, name, tensor in self._split.cut(whole):
+                found[device][name] = tensor
         elif files:
+            packs = self.tiled and not self.options.on_gpu
             try:
-                found = files.load_head(self.dtype, self.options.device, self.tiled and not self.options.on_gpu)
+                self._units |= down_units(files.gguf_head(), self._forms[0]) if packs else {}
+                found = files.head_parts(self.dtype, self._split, self._forms if packs else ())
             except ModelError as error:
                 if isinstance(speculation, Mtp):
                     raise
                 log.warning("the draft head cannot be used, so that nothing is drafted: %s", error)
                 return None
-        if found is None and isinstance(speculation, Mtp):
+        if not found[0] and isinstance(speculation, Mtp):
             remedy = "use" if random else "put one beside it (deltic mtp extract), or use"
             raise ConfigError(f"speculate={self.options.speculate}: this model has no draft head (tensors `mtp.*`): "
                               f"{remedy} speculate=ngram, draft:MODEL or off", "speculate")
-        return found
+        return found if found[0] else None
 
     def draft_vocabulary(self, texts: TokenizerTexts | None) -> list[int] | None:
         """Returns the tokens that the draft head can draft; None: all. texts: the tokenizer, if it is no file."""
@@ -203,17 +220,28 @@ class WeightReader:
 
         return encode
 
-    def _plain(self) -> Iterator[tuple[str, Tensor]]:
-        source, device = self.source, self.options.device
+    def _plain(self, float8: bool = False) -> Iterator[tuple[int, str, Tensor | Float8]]:
+        """float8: weights that are stored in it stay."""
+        source = self.source
         if source.random:
-            return source.random.tensors(source.config, self.dtype, device)
+            return self._split.cut(source.random.tensors(source.config, self.dtype, self.options.device))
         assert source.files
-        return source.files.tensors(self.dtype, device, self._progress, self._here)
+        return source.files.parts(self.dtype, self._split, self._progress, self._here, float8)
 
-    def _quantize(self) -> dict[str, Weight]:
+    def _slice_units(self) -> dict[str, int]:
+        """Returns the columns that slices of each packed `down` of a feed-forward are multiples of."""
+        files, config, form = self.source.files, self.source.config, self._forms[0]
+        if files and files.gguf and self.tiled:
+            return down_units(plan_gguf(files.gguf, config), form)
+        found = quantized_units(config, self._scheme, form) if self._quantizes else {}
+        if files and self._scheme == STORED:
+            return {name: found[name] for name in found.keys() & files.float8_names()}
+        return found
+
+    def _quantize(self) -> list[dict[str, Weight]]:
         """Quantizes the weights, or keeps those in float8, one by one, so that memory stays near the result's size; or
         reads what an earlier start has stored."""
-        files, config, options, dtype = self.source.files, self.source.config, self.options, self.dtype
+        config, options, dtype = self.source.config, self.options, self.dtype
         reason = not_packed(options, config, dtype)
         if self.tiled:
             reason = "the weights are quantized already; leave it out, or load the unquantized model"
@@ -224,9 +252,7 @@ class WeightReader:
         stored = self._packed_file()
         found = stored.read() if stored else None
         if found is None:
-            tensors = (files.float8_tensors(dtype, options.device, self._progress, self._here)
-                       if files and self._scheme in (FP8, STORED) else self._plain())
-            found = quantize_tensors(tensors, self._scheme, config, self._form)
+            found = quantize_parts(self._plain(self._scheme in (FP8, STORED)), self._scheme, config, self._forms)
             if stored:
                 stored.write(found)
         return found
@@ -237,7 +263,7 @@ class WeightReader:
         if options.aot_dir is None or options.on_gpu:
             return None
         facts = {"random": self.source.random, "config": self.source.config, "dtype": self.dtype,
-                 "quant": options.quant}
+                 "quant": options.quant, "tp": options.shards}
         return PackedFile(options.aot_dir, machine_facts(options, self.ops), Identity(facts, self._marks))
 
     def _mark_files(self) -> list[FileMark]:

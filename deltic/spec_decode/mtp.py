@@ -87,9 +87,9 @@ class MtpRunner:
     """
 
     def __init__(self, mtp: MtpHead, views: tuple[CacheViews, ...], slots: List[Tensor], step: MtpStep | None) -> None:
-        """views: of each device. slots [slots, H] float32: the hidden states of the state slots, on each device that
-        has them. step: the native implementation. That of several GPUs follows their steps by itself."""
-        self._mtp, self._views, self._slots, self._copies = mtp, views, slots[0], slots[1:]
+        """views: of each device. slots [slots, H] float32: the hidden states of the state slots, the same on each
+        device that has them. step: the native implementation. That of several GPUs follows their steps by itself."""
+        self._mtp, self._views, self._slots, self._copies = mtp, views, slots[0], slots
         self._last = slots[0][:0] if step is None or step.last is None else step.last
         self._backlog: _Backlog | None = None
         self._step = step
@@ -110,11 +110,15 @@ class MtpRunner:
         self._mtp.keep(batch.ids, before, batch, *self._views)
         if batch.layout.checkpoints:
             rows = batch.emit_row
-            self._slots[batch.emit_slot] = hidden[batch.starts[rows] + batch.emit_length - batch.done[rows] - 1]
+            self._put(batch.emit_slot, hidden[batch.starts[rows] + batch.emit_length - batch.done[rows] - 1])
         targets = batch.target
         if batch.layout.appends:
             targets, ends = targets[~batch.append], ends[~batch.append]
-        self._slots[targets] = hidden[ends]
+        self._put(targets, hidden[ends])
+
+    def _put(self, slots: Tensor | int, hidden: Tensor) -> None:
+        for copy in self._copies:
+            copy[slots] = hidden
 
     def see(self, tokens: Iterable[int]) -> None:
         """Adds tokens to the vocabulary of a head with a shortened one."""
@@ -140,9 +144,7 @@ class MtpRunner:
     def settle(self, slot: int, token: int, hidden: Tensor | None = None) -> None:
         """Sets the last committed token of a slot: an index in the last step's batch, or in that of `hidden`."""
         self.catch_up()
-        self._slots[slot] = (self._last if hidden is None else hidden)[token]
-        for copy in self._copies:
-            copy[slot].copy_(self._slots[slot])
+        self._put(slot, (self._last if hidden is None else hidden)[token])
 
     @property
     def serving(self) -> tuple[MtpHead, MtpStep | None]:

@@ -120,7 +120,7 @@ def metadata(config: ModelConfig, generation: GenerationDefaults, form: ExportFo
 def _network(config: ModelConfig, weights: dict[str, Tensor], form: ExportForm) -> ExportedNetwork:
     blocks: dict[str, Weight] = {**weights}
     weights.clear()
-    decoder = build(config, blocks, reference.OPS, torch.float32)
+    decoder = build(config, [blocks], reference.OPS, torch.float32)
     dtype = torch.bfloat16 if form.kind == "bf16" else torch.float32
     return ExportedNetwork(decoder.weights, Build(form.max_context, dtype, form.operators))
 

@@ -64,6 +64,16 @@ class GgufTensor:
         return found
 
 
+    def mapped(self, start: int, count: int) -> Bytes:
+        """Maps bytes of the tensor for a short time: only pages that are touched are read. Raises as `read`."""
+        try:
+            return np.asarray(np.memmap(self.path, np.uint8, "r", self.offset + start, count))
+        except OSError as error:
+            raise ModelError(f"{self.path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ModelError(f"{self.path} ended while it was read; is it still being downloaded?") from error
+
+
 @dataclass(frozen=True, slots=True)
 class ConcatenatedTensor(GgufTensor):
     """Several tensors of one type and path, read as one; `offset` is that of the first."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
+import numpy as np
 import torch
 
 from deltic.config import DTYPE_BYTES, DType, ModelConfig, available_cores
@@ -29,7 +31,9 @@ from deltic.loader.names import (
     tensor_dtype,
 )
 from deltic.loader.safetensors import TORCH_DTYPES, Progress
-from deltic.ops.quantized import PackedForm, host_form
+from deltic.ops.parts import Part, Split, one_device
+from deltic.ops.quantized import PackedForm, host_form, read_from
+from deltic.ops.slices import slice_unit
 from deltic.ops.types import Block, Weight
 
 _PACKED_SIZE: Final = 256 << 20
@@ -65,22 +69,35 @@ def read_file(
     or the file that is absent, truncated or corrupt.
     """
     file = source if isinstance(source, GgufFile) else GgufFile.open(source)
+    return ((name, tensor) for _, name, tensor in read_file_parts(file, config, dtype, one_device(device), progress))
+
+
+def read_file_parts(file: GgufFile, config: ModelConfig, dtype: DType | Literal["auto"], split: Split,
+                    progress: Progress | None = None) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Yields each device's part of the tensors of `read_file`: device, name, and tensor on the device."""
     kept: DType = config.dtype if dtype == "auto" else dtype
     sources = list(plan_gguf(file, config))
     _check_complete(file, config, expected_tensors(config), sources)
     total, done = sum(part.stored.nbytes for part in sources), 0
     for part in sources:
-        for name, tensor in read_gguf(part, config, kept):
-            yield name, tensor.contiguous().to(device)
+        for device, name, tensor in split.cut(read_gguf(part, config, kept)):
+            yield device, name, tensor.contiguous()
         done += part.stored.nbytes
         if progress is not None:
             progress(done, total)
 
 
 def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None = None,
-                form: PackedForm | None = None, experts: bool = True) -> dict[str, Weight]:
-    """Loads the text model with quantized matrices in `form`, by default that of the CPU's compiled kernels. Stacks of
-    experts become one matrix for each expert. experts: include them.
+                form: PackedForm | None = None) -> dict[str, Weight]:
+    """Loads the tensors of `load_packed_parts`, whole on one device, by default for the CPU's compiled kernels."""
+    kept = form or host_form()
+    return load_packed_parts(source, config, [kept], one_device(kept.device), progress)[0]
+
+
+def load_packed_parts(source: GgufFile, config: ModelConfig, forms: Sequence[PackedForm], split: Split,
+                      progress: Progress | None = None, experts: bool = True) -> list[dict[str, Weight]]:
+    """Loads each device's part of the text model, with quantized matrices in its form. Stacks of experts become one
+    matrix for each expert. experts: include them.
 
     Convolutions, and matrices of types that the form does not serve, have its dtype; everything else is float32. Value
     heads keep the file's order (`GdnSpec.tiled`), because reordering columns would cut blocks. Peak memory is near the
@@ -89,22 +106,29 @@ def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None
     sources = list(plan_gguf(source, config))
     _check_complete(source, config, expected_tensors(config), sources)
     sources = [part for part in sources if experts or not is_stack(part.target.names[0])]
-    kept = form or host_form()
     total = sum(part.stored.nbytes for part in sources)
     done = 0
-    tensors: dict[str, Weight] = {}
-    _report_plain(sources, kept)
+    tensors: list[dict[str, Weight]] = [{} for _ in forms]
+    _report_plain(sources, forms[0])
 
-    def read(part: GgufSource) -> dict[str, Weight]:
-        return dict(_pack(part, config, kept) if _is_matrix(part) else _floats(part, config, kept))
+    def read(part: GgufSource) -> list[tuple[int, str, Weight]]:
+        return [*_packed_parts(part, config, forms, split)]
 
     with ThreadPoolExecutor(available_cores()) as pool:
         for part, found in zip(sources, pool.map(read, sources), strict=True):
-            tensors |= found
+            for device, name, weight in found:
+                tensors[device][name] = weight
             done += part.stored.nbytes
             if progress is not None:
                 progress(done, total)
-    return {name: tensors[name] for name in expected_tensors(config) if experts or not is_stack(name)}
+    return [{name: own[name] for name in expected_tensors(config) if name in own} for own in tensors]
+
+
+def down_units(sources: Iterable[GgufSource], form: PackedForm) -> dict[str, int]:
+    """Returns the columns that slices of each `down` of a feed-forward are multiples of, if it stays packed."""
+    return {name: slice_unit(part.stored.type.name, part.stored.shape[-1]) for part in sources
+            for name in part.target.names if name.endswith(".down_proj.weight") and not is_stack(name)
+            and form.serves(part.stored.type.name, part.stored.shape[-1])}
 
 
 def packed_sizes(file: GgufFile, config: ModelConfig, packed: Callable[[str, int, int], int | None]) -> dict[str, int]:
@@ -119,17 +143,16 @@ def packed_sizes(file: GgufFile, config: ModelConfig, packed: Callable[[str, int
     return sizes
 
 
-def load_gguf_head(sources: list[GgufSource], config: ModelConfig, dtype: DType, device: str | torch.device,
-                   packed: bool) -> dict[str, Weight]:
-    """Loads the tensors of `plan_gguf_head`, dequantized to `dtype` on `device`, or packed as in `load_packed`. Logs a
-    warning if they have few bits."""
+def load_gguf_head(sources: list[GgufSource], config: ModelConfig, dtype: DType, split: Split,
+                   forms: Sequence[PackedForm] = ()) -> list[dict[str, Weight]]:
+    """Loads each device's part of the tensors of `plan_gguf_head`, dequantized to `dtype`, or packed in `forms` as in
+    `load_packed_parts`. Logs a warning if they have few bits."""
     _warn_few_bits(sources)
-    tensors, form = dict[str, Weight](), host_form()
+    tensors: list[dict[str, Weight]] = [{} for _ in split.devices]
     for part in sources:
-        if packed:
-            tensors |= _pack(part, config, form) if _is_matrix(part) else _floats(part, config, form)
-        else:
-            tensors |= {name: tensor.contiguous().to(device) for name, tensor in read_gguf(part, config, dtype)}
+        for device, name, weight in (_packed_parts(part, config, forms, split) if forms
+                                     else split.cut(read_gguf(part, config, dtype))):
+            tensors[device][name] = weight.contiguous() if isinstance(weight, torch.Tensor) else weight
     return tensors
 
 
@@ -182,23 +205,51 @@ def _report_plain(sources: list[GgufSource], form: PackedForm) -> None:
                        form.device, ", ".join(f"{name} ({count})" for name, count in counts.items()))
 
 
-def _pack(part: GgufSource, config: ModelConfig, form: PackedForm) -> Iterator[tuple[str, Weight]]:
-    stored = part.stored
+def _packed_parts(source: GgufSource, config: ModelConfig, forms: Sequence[PackedForm], split: Split
+                  ) -> Iterator[tuple[int, str, Weight]]:
+    """Yields each device's part of one of the file's tensors: device, name, and weight in the device's form."""
+    if not _is_matrix(source):
+        for device, name, tensor in split.cut(_floats(source, config)):
+            kept = forms[device].dtype if tensor_dtype(name, "bfloat16") == "bfloat16" else torch.float32
+            yield device, name, tensor.to(kept).contiguous()
+    elif len(source.stored.shape) == 3:
+        for device, part in split.own(source.target.names[0], source.stored.shape):
+            yield from ((device, *found) for found in _pack_stack(source, forms[device], part))
+    else:
+        yield from _pack_matrices(source, config, forms, split)
+
+
+def _pack_stack(source: GgufSource, form: PackedForm, part: Part) -> Iterator[tuple[str, Weight]]:
+    """Packs matrices of experts. part: experts, one range."""
+    stored, names = source.stored, source.target.names
     row_bytes, columns = stored.type.size(stored.shape[-1]), stored.shape[-1]
-    found: dict[str, list[Block]] = {name: [] for name in part.target.names}
-    matrices = list(matrices_of(part))
+    found: dict[str, list[Block]] = {name: [] for name in names}
+    experts, = part.ranges or (slice(0, stored.shape[0]),)
+    matrices = list(matrices_of(source))[experts.start * len(names):experts.stop * len(names)]
     sizes = {rows for *_, rows in matrices}
-    if form.stack and len(stored.shape) == 3 and len(sizes) == 1 and form.serves(stored.type.name, columns):
+    if form.stack and len(sizes) == 1 and form.serves(stored.type.name, columns):
         stack = form.stack(stored.type.name, stored.type.id, len(matrices), sizes.pop(), columns, row_bytes,
-                           stored.read)
+                           partial(read_from, stored.read, matrices[0][0] * row_bytes))
         for (_, name, _), matrix in zip(matrices, stack, strict=True):
             found[name].append(matrix)
         matrices = []
     for first, name, rows in matrices:
-        read = _reader(stored, first * row_bytes, row_bytes, part.target.form.rows(rows, config))
+        read = partial(read_from, stored.read, first * row_bytes)
         found[name].append(_packed(stored, rows, columns, row_bytes, read, form.of(name)))
-    for name, shape in zip(part.target.names, part.shapes, strict=True):
-        yield name, found[name][0] if len(shape) == 2 else tuple(found[name])
+    yield from ((name, tuple(blocks)) for name, blocks in found.items())
+
+
+def _pack_matrices(source: GgufSource, config: ModelConfig, forms: Sequence[PackedForm], split: Split
+                   ) -> Iterator[tuple[int, str, Weight]]:
+    """Packs each device's part of one matrix, or of several whose rows follow each other."""
+    stored, type = source.stored, source.stored.type
+    for first, name, rows in matrices_of(source):
+        whole = (rows, stored.shape[-1])
+        order = source.target.form.rows(rows, config)
+        for device, part in split.own(name, whole):
+            size, columns = part.shape(whole)
+            read = _reader(stored, first, whole, part, order)
+            yield device, name, _packed(stored, size, columns, type.size(columns), read, forms[device].of(name))
 
 
 def _packed(stored: GgufTensor, rows: int, columns: int, row_bytes: int, read: Callable[[int, int], Bytes],
@@ -219,23 +270,45 @@ def matrices_of(part: GgufSource) -> Iterator[tuple[int, str, int]]:
             first += shape[-2]
 
 
-def _reader(stored: GgufTensor, start: int, row_bytes: int, order: torch.Tensor | None) -> Callable[[int, int], Bytes]:
-    """Returns a reader of the matrix at `start`. order: its rows are permuted; rows are whole blocks."""
-    if order is None:
-        return lambda offset, count: stored.read(start + offset, count)
-    rows = stored.read(start, len(order) * row_bytes).reshape(len(order), row_bytes)[order.numpy()].reshape(-1)
-    return lambda offset, count: rows[offset:offset + count]
+def _reader(stored: GgufTensor, first: int, shape: Shape, part: Part, order: torch.Tensor | None
+            ) -> Callable[[int, int], Bytes]:
+    """Returns a reader of a part of the matrix of this shape that begins at the row `first`. order: its rows are
+    permuted within heads; rows are whole blocks."""
+    rows, row_bytes = shape[0], stored.type.size(shape[1])
+    if part.columns:
+        matrix = stored.mapped(first * row_bytes, rows * row_bytes).reshape(rows, row_bytes)
+        size = stored.type.size
+        return _column_reader(matrix, [slice(size(own.start), size(own.stop)) for own in part.ranges or ()])
+    ranges = part.ranges or (slice(0, rows),)
+    if order is None and len(ranges) == 1:
+        return partial(read_from, stored.read, (first + ranges[0].start) * row_bytes)
+    found = [stored.read((first + own.start) * row_bytes, (own.stop - own.start) * row_bytes).reshape(-1, row_bytes)
+             for own in ranges]
+    if order is not None:
+        found = [own[(order[place] - place.start).numpy()] for own, place in zip(found, ranges, strict=True)]
+    joined = np.concatenate(found).reshape(-1)
+    return lambda offset, count: joined[offset:offset + count]
 
 
-def _floats(part: GgufSource, config: ModelConfig, form: PackedForm) -> Iterator[tuple[str, Weight]]:
-    tensor = torch.empty(part.stored.shape)
-    fill(tensor, part.stored.type, part.stored.read)
+def _column_reader(matrix: Bytes, ranges: Sequence[slice]) -> Callable[[int, int], Bytes]:
+    """Returns a reader of these bytes of each row of a matrix [rows, bytes]."""
+    width = sum(own.stop - own.start for own in ranges)
+
+    def read(offset: int, count: int) -> Bytes:
+        first, end = offset // width, -(-(offset + count) // width)
+        rows = np.concatenate([matrix[first:end, own] for own in ranges], 1).reshape(-1)
+        return rows[offset - first * width:][:count]
+
+    return read
+
+
+def _floats(source: GgufSource, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    tensor = torch.empty(source.stored.shape)
+    fill(tensor, source.stored.type, source.stored.read)
     try:
-        name, ours = part.target.names[0], part.target.form.decode(tensor, config)
-        kept = form.dtype if tensor_dtype(name, "bfloat16") == "bfloat16" else torch.float32
-        yield name, ours.to(form.device, kept)
+        yield source.target.names[0], source.target.form.decode(tensor, config)
     except ModelError as error:
-        raise ModelError(f"{part.stored.path}: tensor {part.stored.name!r}: {error}") from error
+        raise ModelError(f"{source.stored.path}: tensor {source.stored.name!r}: {error}") from error
 
 
 def plan_gguf(file: GgufFile, config: ModelConfig) -> Iterator[GgufSource]:

@@ -117,7 +117,7 @@ def _attend(query: Tensor, kv: KvView, batch: Batch) -> Tensor:
     while row < layout.rows:
         end, context = token + layout.chunks[row], plan.contexts[row]
         attend = _single_tokens if row < layout.decode_rows else _chunk
-        groups = query.shape[1] // kv.keys.shape[2]
+        groups = 1 if query.device.type == "cpu" else query.shape[1] // kv.keys.shape[2]
         mask = None if row < layout.decode_rows else _causal(batch, row, end - token, context, groups)
         parts.append(attend(query[token:end], kv, batch.pages[row:row + 1], context, mask))
         row, token = row + 1, end
@@ -125,8 +125,8 @@ def _attend(query: Tensor, kv: KvView, batch: Batch) -> Tensor:
 
 
 def _causal(batch: Batch, row: int, tokens: int, context: int, groups: int) -> Tensor | None:
-    """Returns the mask of a longer row [groups * tokens, context], for all queries of a K/V head; None: causal from
-    position 0."""
+    """Returns the mask of a longer row [groups * tokens, context], for so many query heads; None: causal from position
+    0."""
     if batch.done.device.type == "cpu" and tokens == context:
         return None
     masks: dict[int, Tensor] = batch.memo.setdefault("masks", {})
@@ -148,21 +148,24 @@ def _single_tokens(query: Tensor, kv: KvView, pages: Tensor, context: int, mask:
         return out[:, :, 0]
     keys, values = keys.to(_accumulator(query)), values.to(_accumulator(query))
     grouped = query.to(keys.dtype).view(query.shape[0], keys.shape[1], -1, query.shape[-1])
-    scores = matmul(grouped * query.shape[-1]**-0.5, keys.transpose(-1, -2))
+    groups = grouped.shape[2]
+    # of whole eights of heads: the order of additions depends on the number of rows that are left over
+    grouped = F.pad(grouped * query.shape[-1]**-0.5, (0, 0, 0, -groups % 8))
+    scores = matmul(grouped, keys.transpose(-1, -2))
     if mask is not None:
         scores.masked_fill_(~mask, -torch.inf)
-    mixed: Tensor = matmul(scores.softmax(-1), values).flatten(1, 2)
+    mixed: Tensor = matmul(scores.softmax(-1), values)[:, :, :groups].flatten(1, 2)
     return mixed.to(query.dtype)
 
 
 def _chunk(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor | None) -> Tensor:
-    """One longer row: query [n, heads, head_dim], mask [groups * n, context]."""
+    """One longer row: query [n, heads, head_dim], mask [groups * n, context], on a CPU [n, context]."""
     keys, values = (_gather(pool, pages, context, query) for pool in (kv.keys, kv.values))
-    if mask is None:
-        out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], keys, values, is_causal=True, enable_gqa=True)
+    if mask is None or mask.device.type == "cpu":
+        out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], keys, values, attn_mask=mask,
+                                             is_causal=mask is None, enable_gqa=True)
         return out[0].transpose(0, 1)
-    if mask.device.type != "cpu":
-        keys, values = (x.masked_fill(~mask[-1][:, None], 0) for x in (keys, values))
+    keys, values = (x.masked_fill(~mask[-1][:, None], 0) for x in (keys, values))
     # all queries of a K/V head as one: it is read and laid out once instead of once per query head
     grouped = query.unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)
     out = F.scaled_dot_product_attention(grouped.flatten(1, 2)[None], keys.contiguous(), values.contiguous(),

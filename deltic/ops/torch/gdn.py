@@ -204,7 +204,8 @@ def _emit(recurrent: Tensor, before: dict[int, Tensor], updates: Tensor, terms: 
     at = sums.gather(-1, emits.within[:, None, None].expand(-1, sums.shape[1], 1))
     decay = (at - sums).masked_fill_(torch.arange(CHUNK, device=at.device) > emits.within[:, None, None], -torch.inf)
     keys = terms.key[emits.chunk] * decay.exp().to(first.dtype)[..., None]
-    states = first * pointwise(torch.exp, at).to(first.dtype)[..., None] + matmul(keys.transpose(-1, -2), updates[emits.chunk])
+    states = first * pointwise(torch.exp, at).to(first.dtype)[..., None]
+    states = states + matmul(keys.transpose(-1, -2), updates[emits.chunk])
     put(recurrent, emits.slots, states)
 
 
