@@ -136,6 +136,8 @@ def fill(runtime: ModelRunner, rows: int) -> list[PlannedRow]:
 
 
 def states(runtime: ModelRunner, rows: int) -> list[Tensor]:
+    assert runtime.mtp_runner
+    runtime.mtp_runner.catch_up()
     found = [read_state(runtime.pools.shards, slot) for slot in range(rows)]
     return [tensor.cpu() for state in found for tensor in state.values()]
 
@@ -248,7 +250,7 @@ def test_rows_of_the_draft_vocabulary_change_on_all_devices(tp: int) -> None:
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("kind", ["disk", "host"])
 def test_prefixes_are_read_by_another_number_of_devices(tp: int, back: bool, kind: str, tmp_path: Path) -> None:
-    tier = host_tier(True) if kind == "host" else TierIndex(DiskStore(tmp_path, "model", 1 << 30))
+    tier = host_tier(True) if kind == "host" else TierIndex(DiskStore(tmp_path, "model", 1 << 30), threads=True)
     counts, answers = ((1, tp) if back else (tp, 1)), list[Found]()
     prompt = given = numbers(5, 150, MODELS["0.8b"].config.vocab_size)
     for count in counts:
