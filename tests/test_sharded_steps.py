@@ -16,7 +16,17 @@ from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.model.draft_vocabulary import DraftVocabulary, gather_rows, to_device
 from deltic.ops.cuda import mtp
 from deltic.ops.cuda.mtp import DraftHeads
-from deltic.ops.cuda.tensor_parallel import Part, PartExchange, ShardedStep, Shared, alone, batch_on, together
+from deltic.ops.cuda.sample import sample_parts
+from deltic.ops.cuda.tensor_parallel import (
+    Part,
+    PartExchange,
+    ShardedLogits,
+    ShardedStep,
+    Shared,
+    alone,
+    batch_on,
+    together,
+)
 from deltic.ops.slices import tree_sum
 from deltic.ops.types import Batch, Sampling
 from deltic.runner.input_batch import decoding
@@ -112,7 +122,7 @@ def test_the_head_follows_on_each_device(order: list[str]) -> None:
     followed = list[tuple[int, Batch, Tensor]]()
     sharded.follow = lambda *arguments: followed.append(arguments)
     found = sharded(batch)
-    assert found and found[0].tolist() == [[0, 0, 1, 1]] * 2 and found[1] is None and not followed
+    assert found and found[0].clone().tolist() == [[0, 0, 1, 1]] * 2 and found[1] is None and not followed
     found = sharded(replace(batch, layout=replace(batch.layout, hidden=True)))
     assert found and found[1] is not None and found[1].tolist() == [[3.0] * 3] * 2
     assert [rank for rank, _, _ in followed] == [0, 1] and order.index("sum") < len(order) - 2
@@ -142,6 +152,29 @@ def test_a_batch_moves_with_all_it_has() -> None:
     assert batch.base is batch.done, "no row has tokens in a delta log"
     moved = batch_on(batch, meta)
     assert moved.base is moved.done and moved.padded and moved.padded.numbers.device == meta
+
+
+@torch.inference_mode()
+def test_logits_are_joined_when_they_are_needed() -> None:
+    parts = [torch.randn(3, width, generator=torch.Generator().manual_seed(width)) for width in (4, 4, 2)]
+    whole, logits = torch.cat(parts, 1), ShardedLogits(parts)
+    assert logits.shape == (3, 10) and len(logits) == 3 and logits.device == parts[0].device
+    assert logits._whole is None and isinstance(logits, Tensor), "nobody has needed them"
+    found: list[Tensor] = [logits[1:], logits[2], logits.clone(), torch.cat([logits, logits]), logits.argmax(-1),
+                           logits.cpu().float(), logits + 1, torch.stack([*logits.split([1, 2])[1]])]
+    wanted = [whole[1:], whole[2], whole, torch.cat([whole, whole]), whole.argmax(-1), whole, whole + 1, whole[1:]]
+    for own, other in zip(found, wanted, strict=True):
+        assert torch.equal(own, other)
+    assert not any(isinstance(own, ShardedLogits) for own in found[2:5]) and torch.equal(logits, whole)
+    logits.mul_(2)
+    assert torch.equal(logits.whole, 2 * whole) and torch.equal(parts[0], whole[:, :4]), "parts stay as they are"
+
+
+def test_candidates_are_drawn_from_only_on_devices() -> None:
+    rows = torch.zeros(2)
+    plain = Sampling(rows, rows.long(), rows + 1, rows, rows.long())
+    for sampling in (replace(plain, filtered=True), replace(plain, top_logprobs=0)):
+        assert sample_parts([torch.zeros(2, 4)] * 2, sampling) is None
 
 
 # Drafts

@@ -33,7 +33,8 @@ from deltic.ops.cpu import has_wide_activations, use_torch_threads
 from deltic.ops.cuda.decode import sharded_step
 from deltic.ops.cuda.driver import make_current
 from deltic.ops.cuda.mtp import draft_heads
-from deltic.ops.cuda.tensor_parallel import ShardedStep
+from deltic.ops.cuda.sample import sample_parts
+from deltic.ops.cuda.tensor_parallel import ShardedLogits, ShardedStep
 from deltic.ops.memory import is_shortage
 from deltic.ops.types import Batch, CacheViews, PreparesPrompts, Sampled, Sampling
 from deltic.params import PAGE, Auto, Mtp
@@ -308,8 +309,8 @@ class ModelRunner:
             self._warm_up_rings(memory)
             if self.views.states:
                 self.ops.flush_delta_log(self.views.states, 0, 0, 0, 1, 0)
-        nothing = torch.zeros(1, device=self.device)
-        self.sample(logits[:1], Sampling(nothing, nothing.long(), nothing + 1, nothing, nothing.long()))
+        nothing = torch.zeros(len(logits), device=self.device)
+        self.sample(logits, Sampling(nothing, nothing.long(), nothing + 1, nothing, nothing.long()))
         torch.cuda.synchronize(self.device)
         assert self.graphs
         log.info("%s: recorded %d graphs of steps that decode in %.2f s", self.name, len(self.graphs.buckets),
@@ -371,6 +372,11 @@ class ModelRunner:
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
         """Samples from logits [L, V] float32, which it may change."""
+        if isinstance(logits, ShardedLogits):
+            found = sample_parts(logits.parts, sampling)
+            if found is not None:
+                return found
+            logits = logits.whole
         return self.decoder.ops.sample(logits, sampling)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltic.ops.cuda.tensor_parallel import ShardedStep, record_all
+from deltic.ops.cuda.tensor_parallel import ShardedLogits, ShardedStep, record_all
 from deltic.ops.types import Batch, Padded
 from deltic.runner.cuda_graphs import borrowed
 from deltic.runner.input_batch import BucketKey, step_of
@@ -49,7 +49,7 @@ class ShardedGraphs:
         for device, graph in zip(self._step.devices, captured.graphs, strict=True):
             with torch.cuda.device(device):
                 graph.replay()
-        return self._step.joined([(logits, None) for logits in captured.logits])[0][:batch.layout.logits]
+        return ShardedLogits([logits[:batch.layout.logits] for logits in captured.logits])
 
     def _send(self, padded: Padded, numbers: Sequence[Tensor]) -> None:
         """Brings the integers of a step to all devices."""

@@ -61,7 +61,8 @@ NumbersArgs = _struct("NumbersArgs", "host numbers drawn", "", "count tokens")
 CursorsArgs = _struct("CursorsArgs", "numbers drawn", "", "tokens rows width")
 RowKeysArgs = _struct("RowKeysArgs", "answers done keys", "", "rows width")
 ChoiceArgs = _struct(
-    "ChoiceArgs", "logits temperature key ids score bounds token chosen landing", "", "vocabulary parts rows")
+    "ChoiceArgs", "logits temperature key ids score bounds token chosen landing", "",
+    "vocabulary parts rows first devices")
 PromptConvArgs = _struct(
     "PromptConvArgs", "proj conv ring tiles units starts done source chunks", "", "stride channels key_heads")
 PromptRingArgs = _struct(

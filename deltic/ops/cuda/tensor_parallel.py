@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from deltic.ops.cuda.allreduce import AllReduce
 from deltic.ops.cuda.driver import record
@@ -99,6 +100,34 @@ def together(devices: Sequence[torch.device], launches: Sequence[Shared[Result]]
     return results
 
 
+class ShardedLogits(Tensor):
+    """Logits [L, V] whose columns several devices have: `parts`. Every operation takes `whole`, the logits on the first
+    device, which are brought there when an operation needs them."""
+
+    parts: tuple[Tensor, ...]
+    _whole: Tensor | None
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[Tensor]) -> ShardedLogits:
+        first, width = parts[0], sum(part.shape[1] for part in parts)
+        found: ShardedLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, (len(first), width), dtype=first.dtype, device=first.device)
+        found.parts, found._whole = tuple(parts), None
+        return found
+
+    @property
+    def whole(self) -> Tensor:
+        if self._whole is None:
+            device = self.parts[0].device
+            self._whole = torch.cat([part.to(device, non_blocking=True) for part in self.parts], dim=1)
+        return self._whole
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(ShardedLogits, lambda logits: logits.whole, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
 class DeviceStep(Protocol):
     """The launches of one device's part of a model."""
 
@@ -142,9 +171,8 @@ class ShardedStep:
         return results
 
     def joined(self, results: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-        """Returns the logits [L, V] of all devices on the first one, and its hidden states."""
-        logits = [own.to(self.devices[0], non_blocking=True) for own, _ in results]
-        return torch.cat(logits, dim=1), results[0][1]
+        """Returns the logits [L, V] of all devices, and the hidden states of the first one."""
+        return ShardedLogits([own for own, _ in results]), results[0][1]
 
 
 def batch_on(batch: Batch, device: torch.device) -> Batch:
