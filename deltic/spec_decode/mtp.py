@@ -13,6 +13,7 @@ from torch import Tensor
 from deltic.cache.handles import SequenceCache
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import PlannedRow, StepPlan
+from deltic.errors import RequestError
 from deltic.model.mtp_head import MtpHead
 from deltic.ops.types import (
     PAGE,
@@ -179,7 +180,10 @@ class MtpRunner:
 
     def draft(self, batch: Batch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
         """Makes one draft for each single-token row. hidden [R, H]: those of the last draft; None: the model's own.
-        Returns hidden [R, H] and logits [R, V] float32, -inf for tokens that a shortened head cannot draft."""
+        Returns hidden [R, H] and logits [R, V] float32, -inf for tokens that a shortened head cannot draft. Raises
+        RequestError on several GPUs."""
+        if len(self._copies) > 1:
+            raise RequestError("the draft head of a model over several GPUs drafts for requests only: use tp=1", "tp")
         self.catch_up()
         if hidden is None:
             hidden = torch.where((batch.done > 0)[:, None], self._slots[batch.source], 0.0)

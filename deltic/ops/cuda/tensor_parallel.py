@@ -110,7 +110,7 @@ class ShardedLogits(Tensor):
     @staticmethod
     def __new__(cls, parts: Sequence[Tensor]) -> ShardedLogits:
         first, width = parts[0], sum(part.shape[1] for part in parts)
-        found: ShardedLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        found: ShardedLogits = Tensor._make_wrapper_subclass(
             cls, (len(first), width), dtype=first.dtype, device=first.device)
         found.parts, found._whole = tuple(parts), None
         return found
@@ -123,7 +123,9 @@ class ShardedLogits(Tensor):
         return self._whole
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's annotations leave out the function
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         args, kwargs = tree_map_only(ShardedLogits, lambda logits: logits.whole, (args, kwargs or {}))
         return function(*args, **kwargs)
 
