@@ -21,7 +21,7 @@ LINES = {
     "engine": 3400,
     "export": 3950,
     "loader": 5950,
-    "model": 1090,
+    "model": 1170,
     "ops": 10050,
     "runner": 3850,
     "server": 8150,
