@@ -19,16 +19,16 @@ extern "C" {
 #define DELTIC_ABI 16
 int deltic_abi(void);
 
-/* Tokens of a page, entries of a unit of a replay ring, rows of a matrix that are packed together; the functions give
- * those that the library was compiled with. */
+/* Tokens of a page, entries of a unit of a replay ring, rows of a matrix that are packed together, slices of columns that
+ * are spread over devices (deltic/ops/slices.py); the functions give those that the library was compiled with. */
 #define DELTIC_PAGE 16
 #define DELTIC_RING 16
 #define DELTIC_PANEL 16
-/* Slices of columns that are spread over devices; also the largest number of these. See deltic/ops/slices.py. */
 #define DELTIC_SLICES 8
 int deltic_page(void);
 int deltic_ring(void);
 int deltic_panel(void);
+int deltic_slices(void);
 
 /* ---- Processor levels: which instructions the kernels use. Results differ between levels by rounding. */
 

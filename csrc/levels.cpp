@@ -47,4 +47,5 @@ extern "C" int deltic_abi(void) { return DELTIC_ABI; }
 extern "C" int deltic_page(void) { return DELTIC_PAGE; }
 extern "C" int deltic_ring(void) { return DELTIC_RING; }
 extern "C" int deltic_panel(void) { return DELTIC_PANEL; }
+extern "C" int deltic_slices(void) { return DELTIC_SLICES; }
 extern "C" int deltic_best_level(void) { return deltic::best_level(); }

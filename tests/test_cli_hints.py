@@ -60,7 +60,7 @@ HINTS = [
     (["serve", "-ngl", "99"], "-ngl: needs no option: all layers run on --device"),
     (["serve", "-c", "4096"], "-c of llama.cpp is --max-context here"),
     (["run", "-hf", "a/b"], "-hf of llama.cpp is MODEL here"), (["run", "-p", "Hi"], "-p of llama.cpp is PROMPT here"),
-    (["serve", "--tensor-parallel-size", "2"], "no option: a model runs on one device"),
+    (["serve", "--tensor-parallel-size", "2"], "is --tp here"),
     (["serve", "--max-model-len", "1"], "--max-model-len of vLLM is --max-context here"),
     (["serve", "--context-length", "1"], "--context-length of SGLang is --max-context here"),
     (["run", "hi", "--max_new_tokens", "3"], "--max_new_tokens of ExecuTorch is --max-tokens here")]

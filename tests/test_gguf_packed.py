@@ -240,7 +240,7 @@ def test_logits_near_the_dequantized_file(written: Written, name: str, kind: str
     assert off(logits(path, packed_weights="on", ops=("torch",)), wanted) <= 1e-5
 
 
-def rounding_linear(x: Tensor, weight: Any) -> Tensor:
+def rounding_linear(x: Tensor, weight: Any, shards: int = 1, runs: int = 1) -> Tensor:
     """What csrc/deltic.h says of a product, in torch."""
     parts = weight if isinstance(weight, tuple) else (weight,)
     return torch.cat([torch.from_numpy(rounded(part.type, x)).float() @ part.dequantize().t() for part in parts], -1)
@@ -254,7 +254,8 @@ def test_logits_with_rounded_activations(written: Written, name: str, kind: str,
     steps that the other way of summing in the layer before it decides."""
     found = logits(written(name, kind), 3, packed_weights="on")
     for module in ("basic", "gdn", "attention"):
-        monkeypatch.setattr(f"deltic.ops.torch.{module}.linear", rounding_linear)
+        for product in ("linear", "row_parallel"):
+            monkeypatch.setattr(f"deltic.ops.torch.{module}.{product}", rounding_linear)
     wanted = logits_of(load(str(written(name, kind)), options(packed_weights="on", ops=("torch",))), 3)
     errors = sorted(off(*pair) for pair in zip(found.split(3), wanted.split(3), strict=True))
     assert errors[len(errors) // 2] <= (1e-2 if kind == "BF16" else 1e-5) and errors[-1] <= FEW_BITS

@@ -172,7 +172,7 @@ def test_the_public_names() -> None:
 
 
 FILE_LINES, FUNCTION_LINES, PARAMETERS, LINE_WIDTH = 560, 60, 8, 120
-ORACLE = {"deltic/ops/reference.py": 740}
+ORACLE = {"deltic/ops/reference.py": 775}
 """The reference ops are one file on purpose, to be read beside the papers."""
 
 
@@ -226,8 +226,9 @@ def test_every_backend_serves_every_op() -> None:
 
 
 def test_the_reference_shares_no_code() -> None:
-    """The reference and the backends that are compared with it share only records and the keyed noise."""
-    shared = tuple(f"deltic.ops.{name}" for name in ("types", "encoder", "mtp", "noise", "quantized"))
+    """The reference and the backends that are compared with it share only records, the keyed noise and the order in
+    which split columns are summed."""
+    shared = tuple(f"deltic.ops.{name}" for name in ("types", "encoder", "mtp", "noise", "quantized", "slices"))
     wrong = [name for _, name in imports(TREES[ROOT / "ops" / "reference.py"])
              if name.startswith("deltic.ops.") and not name.startswith(shared)]
     assert set(wrong) <= {"deltic.ops.Ops"}

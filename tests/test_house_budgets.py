@@ -20,16 +20,16 @@ LINES = {
     "embeddings": 2600,
     "engine": 3400,
     "export": 3950,
-    "loader": 5950,
+    "loader": 6150,
     "model": 1170,
-    "ops": 10050,
-    "runner": 3850,
+    "ops": 11150,
+    "runner": 3960,
     "server": 8150,
     "spec_decode": 1110,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 248
+FILES_AT_MOST = 257
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

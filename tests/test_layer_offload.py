@@ -279,12 +279,12 @@ def test_the_reader_keeps_layers_of_the_plan_in_host_memory(scheme: str, monkeyp
     options = EngineConfig(device="cpu", quant=scheme, dtype="bfloat16", speculate="off")
     source = OpenedModel("random", TINY, GenerationDefaults(), random=RandomModel(shape=TINY))
     made = reader.WeightReader(source, options, select((), "cpu"), "bfloat16")
-    weights, store = made.read(LayerPlan((1, 4), 1))
+    (weights,), store = made.read(LayerPlan((1, 4), 1))
     assert store is None and made.tower_bytes() == 0
     assert made.sizes() == {name: nbytes(weight) for name, weight in weights.items()}
     own = [name for name, weight in weights.items() if isinstance(weight, HostTiles)]
     assert own == ([*matrices_of(1), *matrices_of(4)] if scheme == "q4_k" else [])
-    whole, _ = reader.WeightReader(source, options, select((), "cpu"), "bfloat16").read(LayerPlan())
+    (whole,), _ = reader.WeightReader(source, options, select((), "cpu"), "bfloat16").read(LayerPlan())
     assert weights.keys() == whole.keys()
     assert all(torch.equal(plain(weight), plain(whole[name])) for name, weight in weights.items())
 

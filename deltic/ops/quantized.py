@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from ctypes import byref
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -60,31 +60,6 @@ class QTensor:
         assert first % PANEL == 0 and (end % PANEL == 0 or end == self.rows)
         size = self.nbytes // -(-self.rows // PANEL)
         return self._with(end - first, self.columns, self.data[first // PANEL * size:-(-end // PANEL) * size])
-
-    def take_rows(self, ranges: Sequence[slice], arena: Arena) -> QTensor:
-        """Returns a copy of these rows."""
-        rows = torch.cat([torch.arange(part.start, part.stop) for part in ranges])
-        size = self.nbytes // -(-self.rows // PANEL)
-        found = self._with(len(rows), self.columns, arena.take(-(-len(rows) // PANEL) * size).zero_())
-        found.put(torch.arange(len(rows)), self, rows)
-        return found
-
-    def take_columns(self, ranges: Sequence[slice], arena: Arena) -> QTensor:
-        """Returns a copy of these columns, which begin and end with blocks."""
-        panels = self.data.view(-(-self.rows // PANEL), -1)
-        parts = [panels[:, self._offset(part.start):self._offset(part.stop)] for part in ranges]
-        columns = sum(part.stop - part.start for part in ranges)
-        if self.type not in (name for name, _ in PLAIN_TYPES.values()):  # eight blocks of 32 may lie together
-            assert (columns % 256 == 0) == (self.columns % 256 == 0), "the blocks would lie in another order"
-        data = arena.take(sum(part.numel() for part in parts))
-        torch.cat(parts, 1, out=data.view(len(panels), -1))
-        return self._with(self.rows, columns, data)
-
-    def _offset(self, column: int) -> int:
-        """Returns the byte in a panel at which a column begins."""
-        if self.type == "BF16":
-            return -(-column // 2) * 4 * PANEL
-        return self.nbytes // -(-self.rows // PANEL) * column // self.columns
 
     def _with(self, rows: int, columns: int, data: Tensor) -> QTensor:
         return replace(self, rows=rows, columns=columns, data=data,

@@ -111,15 +111,11 @@ class MtpRunner:
         self._mtp.keep(batch.ids, before, batch, *self._views)
         if batch.layout.checkpoints:
             rows = batch.emit_row
-            self._put(batch.emit_slot, hidden[batch.starts[rows] + batch.emit_length - batch.done[rows] - 1])
+            self._slots[batch.emit_slot] = hidden[batch.starts[rows] + batch.emit_length - batch.done[rows] - 1]
         targets = batch.target
         if batch.layout.appends:
             targets, ends = targets[~batch.append], ends[~batch.append]
-        self._put(targets, hidden[ends])
-
-    def _put(self, slots: Tensor | int, hidden: Tensor) -> None:
-        for copy in self._copies:
-            copy[slots] = hidden
+        self._slots[targets] = hidden[ends]
 
     def see(self, tokens: Iterable[int]) -> None:
         """Adds tokens to the vocabulary of a head with a shortened one."""
@@ -145,7 +141,9 @@ class MtpRunner:
     def settle(self, slot: int, token: int, hidden: Tensor | None = None) -> None:
         """Sets the last committed token of a slot: an index in the last step's batch, or in that of `hidden`."""
         self.catch_up()
-        self._put(slot, (self._last if hidden is None else hidden)[token])
+        last = (self._last if hidden is None else hidden)[token]
+        for slots in self._copies:
+            slots[slot] = last
 
     @property
     def serving(self) -> tuple[MtpHead, MtpStep | None]:

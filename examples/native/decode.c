@@ -128,7 +128,7 @@ static deltic_matrix make_matrix(int64_t type, int64_t rows, int64_t columns) {
 }
 
 static deltic_weight make_weight(int64_t type, int64_t rows, int64_t columns) {
-    return (deltic_weight){1, {make_matrix(type, rows, columns)}};
+    return (deltic_weight){1, {make_matrix(type, rows, columns)}, 0, 1};
 }
 
 /* ---- The model. Structs point to each other, so they live as long as the program. */

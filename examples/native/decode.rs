@@ -9,7 +9,7 @@ use std::ptr::{null, null_mut};
 mod deltic {
     use std::ffi::{c_char, c_int, c_void};
 
-    pub const ABI: c_int = 15;
+    pub const ABI: c_int = 16;
     pub const F32: i64 = 0;
     pub const Q8_0: i64 = 8;
     pub const Q4_K: i64 = 12;
@@ -33,6 +33,8 @@ mod deltic {
     pub struct Weight {
         pub count: i64,
         pub parts: [Matrix; 4],
+        pub slices: i64,
+        pub runs: i64,
     }
 
     #[repr(C)]
@@ -445,7 +447,7 @@ impl Maker {
 fn weight_of(matrices: &[Matrix]) -> Weight {
     let mut parts = [Matrix { kind: 0, rows: 0, columns: 0, data: null() }; 4];
     parts[..matrices.len()].copy_from_slice(matrices);
-    Weight { count: matrices.len() as i64, parts }
+    Weight { count: matrices.len() as i64, parts, slices: 0, runs: 1 }
 }
 
 struct Sequence {

@@ -47,7 +47,7 @@ def _in_pieces(x: Tensor, weight: Tensor) -> Tensor:
     which shards split; so would the only product of a batch."""
     rows = len(weight)
     padded = F.pad(weight, (0, 0, 0, max(2 * _PIECE - rows, -rows % _PIECE)))
-    pieces = x @ padded.unflatten(0, (-1, _PIECE)).transpose(1, 2)
+    pieces: Tensor = x @ padded.unflatten(0, (-1, _PIECE)).transpose(1, 2)
     return pieces.transpose(0, 1).flatten(1)[:, :rows].contiguous()
 
 
