@@ -17,7 +17,7 @@ from deltic.ops.cuda.driver import Module
 from deltic.ops.cuda.kernel_config import ADD, PART, Multiply, Shapes, gdn_slice, heads_product
 from deltic.ops.cuda.quantized import KINDS, TILE_COLUMNS, Tiles
 from deltic.ops.cuda.quantized_product import PackedMultiply, product_of
-from deltic.ops.cuda.sliced_product import Split
+from deltic.ops.cuda.sliced_product import ColumnSlices
 from deltic.ops.slices import PLAIN_UNIT, SLICES, column_slices, tree_sum
 from deltic.ops.types import GdnSpec
 
@@ -43,8 +43,8 @@ def out_of(shards: int) -> int:
     return ADD if shards == 1 else PART
 
 
-def split_of(shards: int, runs: int) -> Split:
-    return Split(SLICES // shards, runs)
+def split_of(shards: int, runs: int) -> ColumnSlices:
+    return ColumnSlices(SLICES // shards, runs)
 
 
 # bfloat16

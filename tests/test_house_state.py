@@ -42,6 +42,7 @@ CACHES = {
     "deltic/ops/cuda/state_delta_log.py _module": "compiled code",
     "deltic/ops/cuda/staging.py _module": "compiled code",
     "deltic/ops/cuda/sample.py _module": "compiled code",
+    "deltic/ops/cuda/driver.py _capture_stream": "a stream of each device",
     "deltic/ops/cuda/encoder.py _module": "compiled code",
     "deltic/ops/cuda/sample.py _drawer": "room for one call at a time, of one thread each",
     "deltic/ops/cuda/sample.py _drawer_of_parts": "the same, on several devices",

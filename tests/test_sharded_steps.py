@@ -18,8 +18,8 @@ from deltic.ops.cuda import mtp
 from deltic.ops.cuda.mtp import DraftHeads
 from deltic.ops.cuda.sample import sample_parts
 from deltic.ops.cuda.tensor_parallel import (
-    Part,
     PartExchange,
+    PartialSum,
     ShardedLogits,
     ShardedStep,
     Shared,
@@ -50,7 +50,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def exchange_into(order: list[str]) -> PartExchange:
     """Adds parts as peers do."""
-    def exchange(parts: Sequence[Part]) -> None:
+    def exchange(parts: Sequence[PartialSum]) -> None:
         order.append("sum")
         total = tree_sum([part.own.clone() for part in parts])
         for part in parts:
@@ -65,7 +65,7 @@ def launches_of(rank: int, sums: int = 3) -> Shared[Tensor]:
     residual = torch.ones(2)
     for index in range(sums):
         part = (rank + 1) * residual
-        yield Part(part, residual if index % 2 else None)
+        yield PartialSum(part, residual if index % 2 else None)
         residual = residual if index % 2 else part
     return residual
 
@@ -111,7 +111,7 @@ class Step:
     def _launches(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]]:
         self.seen.append(batch)
         hidden = torch.zeros(batch.layout.tokens, 3)
-        yield Part(torch.full_like(hidden, float(self.rank + 1)), hidden)
+        yield PartialSum(torch.full_like(hidden, float(self.rank + 1)), hidden)
         return torch.full((batch.layout.logits, 2), float(self.rank)), hidden if batch.layout.hidden else None
 
 
@@ -205,12 +205,12 @@ class Head:
         drafts.numbers[0].copy_(torch.arange(len(drafts.numbers[0])))
         drafts.accepted.fill_(77)
 
-    def drafts(self, numbers: Tensor, rows: int, pages: int, tokens: Tensor) -> Generator[Part, None, None]:
+    def drafts(self, numbers: Tensor, rows: int, pages: int, tokens: Tensor) -> Generator[PartialSum, None, None]:
         self.seen.append(numbers)
         assert int(numbers[0]) == 1 and int((numbers == -1).sum()) == rows, "one row, which takes no hidden state"
         for depth in range(len(tokens)):
             total = torch.zeros(1)
-            yield Part(torch.tensor([self.rank + 1.0]), total)
+            yield PartialSum(torch.tensor([self.rank + 1.0]), total)
             tokens[depth, 0] = depth * int(total)
 
 

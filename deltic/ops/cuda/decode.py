@@ -41,9 +41,9 @@ from deltic.ops.cuda.moe import ALL_REAL, RealTokens
 from deltic.ops.cuda.quantized_moe import experts_of
 from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sample import why_not as why_not_draw
-from deltic.ops.cuda.sliced_product import WHOLE, Split, split_of
+from deltic.ops.cuda.sliced_product import WHOLE, ColumnSlices, split_of
 from deltic.ops.cuda.state_delta_log import NewDeltas, StateDeltaLog, gdn_arguments
-from deltic.ops.cuda.tensor_parallel import Part, PeerExchange, ShardedStep, Shared, alone
+from deltic.ops.cuda.tensor_parallel import PartialSum, PeerExchange, ShardedStep, Shared, alone
 from deltic.ops.reference import frequency_axis
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import frequencies
@@ -296,7 +296,7 @@ class DecodeStep:
         if buffers.new_deltas and self.delta_log:
             self.delta_log.end(buffers.batch, buffers.new_deltas)
 
-    def _add(self, weight: object, x: Tensor, residual: Tensor, split: Split) -> Shared[None]:
+    def _add(self, weight: object, x: Tensor, residual: Tensor, split: ColumnSlices) -> Shared[None]:
         """Adds the product of few tokens x [T, columns] and a weight to the residual."""
         part = self._part(residual)
         self.multiply(weight, x, None, part, summed(self._shapes.shards), split)
@@ -309,7 +309,7 @@ class DecodeStep:
 
     def _exchanged(self, part: Tensor, residual: Tensor) -> Shared[None]:
         if part is not residual:
-            yield Part(part, residual)
+            yield PartialSum(part, residual)
 
     def _project_out(self, layer: DecoderLayer, buffers: _DecodeBuffers) -> Shared[None]:
         """Adds the output projection of the mixer to the residual."""
@@ -331,7 +331,7 @@ class DecodeStep:
         yield from self._exchanged(part, residual)
 
     def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int,
-                 split: Split = WHOLE) -> None:
+                 split: ColumnSlices = WHOLE) -> None:
         """Multiplies few tokens x [T, columns] with a weight. scale: of the norm before it, if any. out: STORE, ADD or
         GATE, to y. split: of the columns, with ADD."""
         parts = self._shapes.parts.get(id(weight))
@@ -441,9 +441,9 @@ class DecodeStep:
             return self.linear(x, weight)
         if len(x) > _MAX_SUMMED_ROWS:  # a prompt
             part = self.linear(x, weight)
-            yield Part(part)
+            yield PartialSum(part)
             return part
-        yield Part(self.linear(x, weight, torch.float32), residual)
+        yield PartialSum(self.linear(x, weight, torch.float32), residual)
         return None
 
     def feed_forward(

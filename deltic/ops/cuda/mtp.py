@@ -21,7 +21,7 @@ from deltic.ops.cuda.driver import Module, entry, headers, why_not_compiled
 from deltic.ops.cuda.kernel_config import STORE, Shapes, shapes_of
 from deltic.ops.cuda.layout import MAX_GEMV_TOKENS
 from deltic.ops.cuda.sample import choose
-from deltic.ops.cuda.tensor_parallel import Part, PartExchange, Shared, record_all, together
+from deltic.ops.cuda.tensor_parallel import PartExchange, PartialSum, Shared, record_all, together
 from deltic.ops.types import (
     AttentionWeights,
     Batch,
@@ -71,7 +71,7 @@ def _head(ops: Ops, weights: MtpWeights, kv: CacheViews, slots: Tensor) -> MtpHe
     return MtpHeadOp(decoder, weights, keys_values, kv, shapes, slots)
 
 
-def _no_exchange(parts: Sequence[Part]) -> None:
+def _no_exchange(parts: Sequence[PartialSum]) -> None:
     raise AssertionError("a model on one device has no parts of sums")
 
 

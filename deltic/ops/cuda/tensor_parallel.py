@@ -21,7 +21,7 @@ _MAX_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartialSum:
     """One device's part of a sum over all devices.
 
     own [T, H]: the part; float32 of few tokens, bfloat16 of many. residual [T, H] float32: the sum is added to it;
@@ -32,14 +32,14 @@ class Part:
     residual: Tensor | None = None
 
 
-Shared = Generator[Part, None, Result]
+Shared = Generator[PartialSum, None, Result]
 """The launches of one device. Yields a part where the next launches need the sum; ends with the device's result."""
 
 
 class PartExchange(Protocol):
     """Launches sums over devices. Nothing waits for a device."""
 
-    def __call__(self, parts: Sequence[Part]) -> None:
+    def __call__(self, parts: Sequence[PartialSum]) -> None:
         """parts: of each device, in their order, equal in shape."""
 
 
@@ -51,7 +51,7 @@ class PeerExchange:
         self._floats = _MAX_ROWS * hidden
         self._sums = AllReduce(devices, self._floats)
 
-    def __call__(self, parts: Sequence[Part]) -> None:
+    def __call__(self, parts: Sequence[PartialSum]) -> None:
         if parts[0].residual is None or parts[0].own.numel() > self._floats:
             return self._by_nccl(parts)
         for rank, part in enumerate(parts):
@@ -59,7 +59,7 @@ class PeerExchange:
             with torch.cuda.device(part.own.device):
                 self._sums.add(rank, part.own, part.residual)
 
-    def _by_nccl(self, parts: Sequence[Part]) -> None:
+    def _by_nccl(self, parts: Sequence[PartialSum]) -> None:
         torch.cuda.nccl.all_reduce([part.own for part in parts])
         for part in parts:
             if part.residual is not None:
@@ -87,7 +87,7 @@ def together(devices: Sequence[torch.device], launches: Sequence[Shared[Result]]
     Returns their results. A device's queue of launches is never filled up while it waits for another one's part."""
     results = list[Result]()
     while not results:
-        parts = list[Part]()
+        parts = list[PartialSum]()
         for device, own in zip(devices, launches, strict=True):
             with torch.cuda.device(device):
                 try:
