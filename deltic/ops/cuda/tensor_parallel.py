@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from deltic.ops.cuda.allreduce import AllReduce
-from deltic.ops.cuda.driver import record
+from deltic.ops.cuda.driver import record, recording
 from deltic.ops.types import Batch
 
 Result = TypeVar("Result")
@@ -200,7 +200,7 @@ def record_all(launch: Callable[[], Result], devices: Sequence[torch.device], po
         with torch.cuda.device(devices[0]):
             graph, result = record(launch, pools[0])
         return [graph], result
-    with torch.cuda.device(devices[0]):  # setting a stream makes its device the current one
+    with recording(), torch.cuda.device(devices[0]):  # setting a stream makes its device the current one
         return _record_together(launch, devices, pools)
 
 
