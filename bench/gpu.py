@@ -26,6 +26,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.ops.cuda.card import card_of
 from deltic.params import EngineRequest, SamplingParams, TokenEvent
+from deltic.runner.cuda_graphs import CudaGraphs
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.controller import drafter_of
 from deltic.spec_decode.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
@@ -245,7 +246,7 @@ def _speculate(runtime: ModelRunner, args: argparse.Namespace, batch: int) -> No
                    "step_us": round(on / steps * 1e6, 1),
                    "tokens_per_second": round(tokens / on, 1), "off_tokens_per_second": round(tokens / off, 1),
                    "gain": round(off / on, 3), "replays_us": _all_replays(runtime)})
-    if args.kernels and runtime.graphs:
+    if args.kernels and isinstance(runtime.graphs, CudaGraphs):
         for bucket, captured in runtime.graphs._captured.items():
             if bucket[2] == 4 * batch:
                 _profile(captured.graph)
@@ -253,7 +254,7 @@ def _speculate(runtime: ModelRunner, args: argparse.Namespace, batch: int) -> No
 
 def _all_replays(runtime: ModelRunner) -> dict[str, float]:
     """Microseconds of every graph of steps and drafts, replayed again and again."""
-    assert runtime.graphs and runtime.mtp_runner and runtime.mtp_runner._step
+    assert isinstance(runtime.graphs, CudaGraphs) and runtime.mtp_runner and runtime.mtp_runner._step
     head: Any = runtime.mtp_runner._step.follow
     known = {f"step {bucket}": found.graph for bucket, found in runtime.graphs._captured.items()}
     known |= {f"drafts {bucket}": found.graph for bucket, found in head.__self__._known.items()}

@@ -21,7 +21,7 @@ from deltic.ops.cuda.kernel_config import ADD, PART, STORE, Multiply, Shapes, at
 from deltic.ops.cuda.moe import ExpertsShape, tile_bytes
 from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sample import source as draws_source
-from deltic.ops.cuda.sliced_product import Split
+from deltic.ops.cuda.sliced_product import ColumnSlices
 from deltic.ops.types import AttentionSpec
 
 MOST_SPILLED = 192
@@ -32,7 +32,7 @@ def few_kernels(card: Card) -> Shapes:
     """Of the 27B: a product of each form, and what else a step without drafts needs; the host computes some layers."""
     hidden, _, gdn, attention = MODELS["27B"]
     products = (Multiply(hidden, True, STORE, card=card),
-                Multiply(gdn.values // 2, False, PART, split=Split(4, 3), card=card),
+                Multiply(gdn.values // 2, False, PART, split=ColumnSlices(4, 3), card=card),
                 PackedMultiply(hidden, True, STORE, frozenset({"Q4_K"}), card=card))
     return Shapes(products, gdn, attention, frozenset({"Q4_K"}), host=hidden, card=card)
 
@@ -103,7 +103,7 @@ def test_split_products_compile(card: Card, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     products: list[Multiply | PackedMultiply] = []
     for columns, runs, slices in SPLIT:
-        out, split = ADD if slices == 8 else PART, Split(slices, runs)
+        out, split = ADD if slices == 8 else PART, ColumnSlices(slices, runs)
         products.append(Multiply(columns, False, out, 4 if slices == 4 else 8, split=split, card=card))
         if columns in (2048, 6144, 17408):
             products.append(PackedMultiply(columns, False, out, frozenset({"Q4_K"}), 1, 2, split=split, card=card))

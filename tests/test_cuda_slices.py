@@ -22,7 +22,7 @@ from deltic.ops.cuda.moe import ALL_REAL, ExpertsShape, MoeOp, shape_of
 from deltic.ops.cuda.quantized import KINDS, TILE_COLUMNS, Tiles
 from deltic.ops.cuda.quantized_moe import QuantizedMoeOp
 from deltic.ops.cuda.quantized_product import PackedMultiply, product_of
-from deltic.ops.cuda.sliced_product import Split
+from deltic.ops.cuda.sliced_product import ColumnSlices
 from deltic.ops.slices import PLAIN_UNIT, SLICES, column_slices, slice_ends, tree_sum
 from deltic.ops.types import GdnSpec, MlpWeights, MoeWeights
 
@@ -48,8 +48,8 @@ def out_of(shards: int) -> int:
     return ADD if shards == 1 else PART
 
 
-def split_of(shards: int, runs: int) -> Split:
-    return Split(SLICES // shards, runs)
+def split_of(shards: int, runs: int) -> ColumnSlices:
+    return ColumnSlices(SLICES // shards, runs)
 
 
 # bfloat16

@@ -21,15 +21,15 @@ LINES = {
     "engine": 3400,
     "export": 3950,
     "loader": 6150,
-    "model": 1090,
-    "ops": 10980,
-    "runner": 3860,
+    "model": 1170,
+    "ops": 11240,
+    "runner": 3960,
     "server": 8150,
-    "spec_decode": 1100,
+    "spec_decode": 1110,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 255
+FILES_AT_MOST = 257
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

@@ -45,6 +45,7 @@ CACHES = {
     "deltic/ops/cuda/sample.py _module": "compiled code",
     "deltic/ops/cuda/encoder.py _module": "compiled code",
     "deltic/ops/cuda/sample.py _drawer": "room for one call at a time, of one thread each",
+    "deltic/ops/cuda/sample.py _drawer_of_parts": "the same, on several devices",
     "deltic/runner/input_batch.py _no_appends": "a constant that is never written to",
     "deltic/runner/sampling.py _table": "a constant that is never written to",
     "deltic/runner/sampling.py _greedy": "constants that are never written to",

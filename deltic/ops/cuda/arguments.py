@@ -40,15 +40,15 @@ FoldArgs = _struct(
     "updates_step decays_step", "", "key_heads value_heads key_dim value_dim channels tiled base done")
 HeadEnterArgs = _struct(
     "HeadEnterArgs",
-    "ids positions embedding embedded norm_embedding norm_hidden hidden norm slots frequencies axes count "
-    "starts done source x turns last", "eps", "size rotary tokens")
+    "ids positions embedding embedded norm_embedding norm_hidden hidden norm slots kept taken frequencies axes "
+    "count starts done source x turns last", "eps", "size rotary tokens")
 HeadKeysArgs = _struct(
     "HeadKeysArgs", "proj key_norm turns last slots keys values count starts done target append pages", "eps",
     "kv_heads stride rotary width size")
 AcceptArgs = _struct(
     "AcceptArgs",
-    "count ids starts done positions source pages chosen keys temperature last slots next accepted", "",
-    "tokens rows drafts width size key_width")
+    "count ids starts done positions source pages chosen keys temperature next accepted", "",
+    "tokens rows drafts width key_width")
 AttentionArgs = _struct(
     "AttentionArgs", "proj query_norm key_norm bias turns keys values mixed mass y ended count starts done pages",
     "eps", "heads kv_heads stride rotary width parts")
@@ -61,7 +61,8 @@ NumbersArgs = _struct("NumbersArgs", "host numbers drawn", "", "count tokens")
 CursorsArgs = _struct("CursorsArgs", "numbers drawn", "", "tokens rows width")
 RowKeysArgs = _struct("RowKeysArgs", "answers done keys", "", "rows width")
 ChoiceArgs = _struct(
-    "ChoiceArgs", "logits temperature key ids score bounds token chosen landing", "", "vocabulary parts rows")
+    "ChoiceArgs", "logits temperature key ids score bounds token chosen landing", "",
+    "vocabulary parts rows first devices")
 PromptConvArgs = _struct(
     "PromptConvArgs", "proj conv ring tiles units starts done source chunks", "", "stride channels key_heads")
 PromptRingArgs = _struct(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -41,8 +41,9 @@ from deltic.ops.cuda.moe import ALL_REAL, RealTokens
 from deltic.ops.cuda.quantized_moe import experts_of
 from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sample import why_not as why_not_draw
-from deltic.ops.cuda.sliced_product import WHOLE, Split, split_of
+from deltic.ops.cuda.sliced_product import WHOLE, ColumnSlices, split_of
 from deltic.ops.cuda.state_delta_log import NewDeltas, StateDeltaLog, gdn_arguments
+from deltic.ops.cuda.tensor_parallel import PartialSum, PeerExchange, ShardedStep, Shared, alone
 from deltic.ops.reference import frequency_axis
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import frequencies
@@ -63,6 +64,8 @@ log = logging.getLogger("deltic")
 _CONTEXT_PARTS = 32
 """Parts of a context in attention: a power of two, at most 64; fewer if many rows fill the card."""
 _MAX_ROWS = 1024
+_MAX_SUMMED_ROWS = 256
+"""Rows whose sums over devices are made in float32."""
 
 
 def step(ops: Ops, decoder: DecoderWeights, views: CacheViews
@@ -73,6 +76,15 @@ def step(ops: Ops, decoder: DecoderWeights, views: CacheViews
         return None
     log.info("on the GPU deltic's own kernels serve the steps")
     return DecodeStep(decoder, views, shapes)
+
+
+def sharded_step(ops: Ops, shards: Sequence[DecoderWeights], views: Sequence[CacheViews]) -> ShardedStep | None:
+    """Returns the step of a model that is split over several GPUs; None if the kernels do not serve it."""
+    steps = [step(ops, decoder, own) for decoder, own in zip(shards, views, strict=True)]
+    own = [each for each in steps if isinstance(each, DecodeStep)]
+    if len(own) < len(shards):
+        return None
+    return ShardedStep(own, PeerExchange([each.device for each in own], own[0].hidden))
 
 
 def why_not(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> str | None:
@@ -136,12 +148,9 @@ class _DecodeBuffers:
 class DecodeStep:
     """Computes the logits of a batch; None for a batch that is neither a bucket of decode rows nor a prefill."""
 
-    def __init__(self, decoder: DecoderWeights, views: CacheViews, shapes: Shapes, reads: bool = True,
-                 add_parts: Callable[[Tensor, Tensor], None] | None = None) -> None:
-        """reads: serve prefill steps too. add_parts(part [T, H], residual [T, H]): adds the sum of all devices' parts
-        to the residual (`AllReduce.add`), if layers are split over devices."""
+    def __init__(self, decoder: DecoderWeights, views: CacheViews, shapes: Shapes, reads: bool = True) -> None:
+        """reads: serve prefill steps too."""
         self.decoder, self.views, self._shapes = decoder, views, shapes
-        self._add_parts = add_parts
         self._device, self.hidden = decoder.norm.device, decoder.embedding.shape[1]
         self._module = load_module(shapes.source(), self._device)
         self.blocks = blocks_of(self._device)
@@ -156,11 +165,18 @@ class DecodeStep:
         self._offloaded = _offloaded_layers(decoder)
         self.prefill = prefill.PrefillStep(self, shapes, self._device) if reads else None
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
-        if self._shapes.shards > 1 and (batch.count is None or batch.layout.tokens > MAX_GEMV_TOKENS):
-            return None  # products of cuBLAS are not summed over devices
+        launches = self.launches(batch)
+        return None if launches is None else alone(launches)
+
+    def launches(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]] | None:
+        """Returns the launches of a step of this device; None for a batch that is not served."""
         if batch.count is None:
-            return self.prefill(batch) if self.prefill and self.prefill.serves(batch) else None
+            return self.prefill.launches(batch) if self.prefill and self.prefill.serves(batch) else None
         tokens = batch.layout.tokens
         if tokens > _MAX_ROWS:
             return None
@@ -221,9 +237,9 @@ class DecodeStep:
 
     # Few tokens
 
-    def _gemv_rows(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _gemv_rows(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]]:
         buffers = self.begin(batch, "few")
-        logits = self.layers(buffers)
+        logits = yield from self.layers(buffers)
         self.end(buffers)
         if not batch.layout.hidden:
             return logits, None
@@ -231,7 +247,7 @@ class DecodeStep:
         self.normed(buffers.residual, None, self.decoder.norm, hidden)
         return logits, hidden
 
-    def layers(self, buffers: _DecodeBuffers) -> Tensor:
+    def layers(self, buffers: _DecodeBuffers) -> Shared[Tensor]:
         """Runs all layers on the residual of few tokens; returns the logits."""
         decoder, tokens, residual = self.decoder, buffers.batch.layout.tokens, buffers.residual
         stream, real = self.stream(few=True), _real(buffers.batch)
@@ -243,15 +259,15 @@ class DecodeStep:
         for layer in decoder.layers:
             self.multiply(_in_proj(layer), residual, layer.input_norm, proj, STORE)
             self.mix(layer, buffers, proj, _rows(_in_proj(layer)))
-            self._project_out(layer, buffers)
+            yield from self._project_out(layer, buffers)
             if isinstance(layer.mlp, MoeWeights):
-                self._add_experts(layer.mlp, layer.post_norm, residual, real)
+                yield from self._add_experts(layer.mlp, layer.post_norm, residual, real)
             elif self._offloaded and layer.dense.pool and layer.dense.pool.layer in self._offloaded.hosted:
                 self._add_host(self._offloaded, layer, residual, real)
             else:
                 with used(stream, layer.dense):
                     self.multiply(layer.dense.gate_up, residual, layer.post_norm, gated, GATE)
-                    self._add_product(layer.dense.down, gated, residual, layer.dense.shards)
+                    yield from self._add(layer.dense.down, gated, residual, layer.dense.shards)
         self.multiply(decoder.head, residual, decoder.norm, logits, STORE)
         return logits
 
@@ -269,26 +285,26 @@ class DecodeStep:
         self._module.launch("k_add_host", (tokens,), 256, args.AddHostArgs(
             y=residual, hidden=self.hidden, **host.answer))
 
-    def _add_experts(self, weights: MoeWeights, norm: Tensor, residual: Tensor, real: RealTokens) -> None:
+    def _add_experts(self, weights: MoeWeights, norm: Tensor, residual: Tensor, real: RealTokens) -> Shared[None]:
         """Adds the mixture of few tokens to the residual. norm [H]: scale of the norm before it."""
         assert self._experts
         logits = residual.new_empty(len(residual), _rows(weights.router))
         self.multiply(weights.router, residual, norm, logits, STORE)
-        part = None if weights.shards == 1 else torch.empty_like(residual)
+        part = _part(residual, weights.shards)
         self._experts.gemv_rows(weights, residual, norm, self.decoder.eps, logits, real, part)
-        self._exchange(residual if part is None else part, residual)
+        yield from _exchanged(part, residual)
 
     def end(self, buffers: _DecodeBuffers) -> None:
         if buffers.new_deltas and self.delta_log:
             self.delta_log.end(buffers.batch, buffers.new_deltas)
 
-    def _project_out(self, layer: DecoderLayer, buffers: _DecodeBuffers) -> None:
+    def _project_out(self, layer: DecoderLayer, buffers: _DecodeBuffers) -> Shared[None]:
         """Adds the output projection of the mixer to the residual."""
         mixer, weight, residual, shards = layer.mixer, _out_proj(layer), buffers.residual, layer.mixer.shards
         if not isinstance(mixer, GdnWeights):
-            return self._add_product(weight, buffers.y, residual, shards)
+            return (yield from self._add(weight, buffers.y, residual, shards))
         if not self.splits_heads(mixer.spec, buffers):
-            return self._add_product(weight, buffers.y, residual, shards, mixer.spec)
+            return (yield from self._add(weight, buffers.y, residual, shards, mixer.spec))
         spec, parts = mixer.spec, self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:
@@ -296,26 +312,20 @@ class DecodeStep:
                                                    gdn_slice(spec, "few", shards), split_of(shards, spec))
         else:
             product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks), self._shapes.card, shards)
-        y = residual if shards == 1 else torch.empty_like(residual)
-        self._launch(product, weight, len(residual), x=buffers.core, scale=None, y=y, eps=spec.eps)
-        self._exchange(y, residual)
+        part = _part(residual, shards)
+        self._launch(product, weight, len(residual), x=buffers.core, scale=None, y=part, eps=spec.eps)
+        yield from _exchanged(part, residual)
 
-    def _add_product(self, weight: object, x: Tensor, residual: Tensor, shards: int,
-                     spec: GdnSpec | None = None) -> None:
-        """Adds the product of few tokens with a weight whose columns `shards` devices have parts of to the residual.
-        spec: as in `split_of`."""
-        y = residual if shards == 1 else torch.empty_like(residual)
-        self.multiply(weight, x, None, y, summed(shards), split_of(shards, spec))
-        self._exchange(y, residual)
-
-    def _exchange(self, part: Tensor, residual: Tensor) -> None:
-        """Adds the parts of all devices to the residual, unless it is where this device's product was added already."""
-        if part is not residual:
-            assert self._add_parts, "layers are split over devices that nothing connects"
-            self._add_parts(part, residual)
+    def _add(self, weight: object, x: Tensor, residual: Tensor, shards: int, spec: GdnSpec | None = None
+             ) -> Shared[None]:
+        """Adds the product of few tokens x [T, columns] with a weight whose columns `shards` devices have parts of to
+        the residual. spec: as in `split_of`."""
+        part = _part(residual, shards)
+        self.multiply(weight, x, None, part, summed(shards), split_of(shards, spec))
+        yield from _exchanged(part, residual)
 
     def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int,
-                 split: Split = WHOLE) -> None:
+                 split: ColumnSlices = WHOLE) -> None:
         """Multiplies few tokens x [T, columns] with a weight. scale: of the norm before it, if any. out: STORE, ADD,
         GATE or PART, to y. split: of the columns, with ADD and PART."""
         parts = self._shapes.parts.get(id(weight))
@@ -402,7 +412,7 @@ class DecodeStep:
 
     # Many tokens
 
-    def _gemm_rows(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _gemm_rows(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]]:
         decoder, buffers = self.decoder, self.begin(batch, "many")
         residual = buffers.residual
         delta: Tensor | None = None
@@ -411,22 +421,35 @@ class DecodeStep:
             proj = self.linear(self.normed(residual, delta, layer.input_norm), _in_proj(layer))
             self.mix(layer, buffers, proj, proj.shape[1])
             weight = _out_proj(layer)
-            delta = self.linear(_compact(buffers.y, len(proj), _columns(weight)), weight)
-            delta = self.feed_forward(layer, residual, delta, stream, _real(batch))
+            mixed = _compact(buffers.y, len(proj), _columns(weight))
+            delta = yield from self.row_parallel(mixed, weight, residual)
+            delta = yield from self.feed_forward(layer, residual, delta, stream, _real(batch))
         self.end(buffers)
         hidden = torch.empty_like(residual) if batch.layout.hidden else None
         return self.head(self.normed(residual, delta, decoder.norm, hidden)), hidden
 
+    def row_parallel(self, x: Tensor, weight: object, residual: Tensor) -> Shared[Tensor | None]:
+        """Multiplies many tokens x [T, columns] bf16 with a weight whose columns may be split over devices. Returns the
+        product [T, H] bf16, which the caller adds to the residual; None if it was added already."""
+        if self._shapes.shards == 1:
+            return self.linear(x, weight)
+        if len(x) > _MAX_SUMMED_ROWS:  # a prompt
+            part = self.linear(x, weight)
+            yield PartialSum(part)
+            return part
+        yield PartialSum(self.linear(x, weight, torch.float32), residual)
+        return None
+
     def feed_forward(
         self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, stream: LayerStream | None,
         real: RealTokens = ALL_REAL,
-    ) -> Tensor | None:
+    ) -> Shared[Tensor | None]:
         """Adds delta to the residual [T, H] of many tokens and runs the feed-forward. stream: of the step. Returns its
         output [T, H] bf16, which the caller adds; None if it was added already."""
         x = self.normed(residual, delta, layer.post_norm)
         if self._experts and isinstance(layer.mlp, MoeWeights):
             if len(x) <= self._experts.max_gemv_tokens:
-                self._add_experts(layer.mlp, layer.post_norm, residual, real)
+                yield from self._add_experts(layer.mlp, layer.post_norm, residual, real)
                 return None
             return self._experts.gemm_rows(layer.mlp, x, real)
         with used(stream, layer.dense):
@@ -434,7 +457,7 @@ class DecodeStep:
             tokens, width = both.shape[0], both.shape[1] // 2
             gated = both.new_empty(tokens, width)
             self._module.launch("k_gate", (-(-width // 2048), tokens), 256, args.GateArgs(x=both, y=gated, width=width))
-            return self.linear(gated, layer.dense.down)
+            return (yield from self.row_parallel(gated, layer.dense.down, residual))
 
     def linear(self, x: Tensor, weight: object, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Multiplies x [T, columns] bf16 with cuBLAS. A quantized weight is dequantized for the call, piece by piece.
@@ -476,6 +499,17 @@ class DecodeStep:
         self._module.launch("k_add_norm", (y.shape[0],), 256, args.AddNormArgs(
             residual=residual, delta=delta, scale=scale, y=y, wide=wide, eps=self.decoder.eps, hidden=self.hidden))
         return y
+
+
+def _part(residual: Tensor, shards: int) -> Tensor:
+    """Returns where one of `shards` devices writes its part of what is added to the residual; with one device to the
+    residual itself."""
+    return residual if shards == 1 else torch.empty_like(residual)
+
+
+def _exchanged(part: Tensor, residual: Tensor) -> Shared[None]:
+    if part is not residual:
+        yield PartialSum(part, residual)
 
 
 def _offloaded_layers(decoder: DecoderWeights) -> LayerStore | None:

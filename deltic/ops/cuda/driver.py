@@ -9,7 +9,8 @@ import os
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import Structure, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p, cast
 from functools import cache, partial
 from itertools import permutations
@@ -237,18 +238,23 @@ def record(launch: Callable[[], _Result], pool: Any = None) -> tuple[torch.cuda.
     """Returns a graph of what `launch` launches, which does not run, and the result of `launch`. pool: memory of an
     earlier graph, which this one may use too."""
     graph = torch.cuda.CUDAGraph()
-    # other threads may copy meanwhile, but no old graph may be collected as garbage
+    with recording(), torch.cuda.graph(graph, pool=pool, stream=_capture_stream(torch.cuda.current_device()),
+                                       capture_error_mode="thread_local"):
+        result = launch()
+    return graph, result
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """A graph may be recorded within: other threads may copy meanwhile, but no old graph is collected as garbage."""
     collects = gc.isenabled()
     gc.disable()
     try:
-        with guard().inside(), torch.cuda.graph(
-                graph, pool=pool, stream=_capture_stream(torch.cuda.current_device()),
-                capture_error_mode="thread_local"):
-            result = launch()
+        with guard().inside():
+            yield
     finally:
         if collects:
             gc.enable()
-    return graph, result
 
 
 @cache

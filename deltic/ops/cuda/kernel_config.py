@@ -23,7 +23,7 @@ from deltic.ops.cuda.moe import ExpertsShape, host_entries
 from deltic.ops.cuda.quantized import KINDS, Tiles
 from deltic.ops.cuda.quantized_moe import PackedShape, experts_shape
 from deltic.ops.cuda.quantized_product import PackedMultiply, parts_of, product_of
-from deltic.ops.cuda.sliced_product import WHOLE, SliceShape, Split, split_of
+from deltic.ops.cuda.sliced_product import WHOLE, ColumnSlices, SliceShape, split_of
 from deltic.ops.kv import INT4
 from deltic.ops.types import (
     AttentionSpec,
@@ -69,7 +69,7 @@ class Multiply:
     unit: int = 8
     head: int = 0
     slice: int = 0
-    split: Split = WHOLE
+    split: ColumnSlices = WHOLE
     card: Card = field(default_factory=default_card)
 
     @property
@@ -331,8 +331,7 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
     """
     if not decoder.norm.is_cuda or not _supported_stores(views):
         return None
-    card = card_of(decoder.norm.device)
-    found = _Found(blocks_of(decoder.norm.device), card)
+    found = _Found(blocks_of(decoder.norm.device), card_of(decoder.norm.device))
     gdn: GdnSpec | None = None
     attention, form = None, 0
     experts: ExpertsShape | None = None
@@ -380,7 +379,7 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
         kv=_KV[views.kv[0].keys.dtype] if views.kv else "u16",
         state=STATES[views.states[0].recurrent.dtype] if views.states else "float",
         form=form,
-        card=card,
+        card=found.card,
         shards=max(layer.mixer.shards for layer in decoder.layers),
     )
     return shapes if found.all_known and _supported(shapes) else None

@@ -230,7 +230,7 @@ class MoeOp:
     def gemv_rows(self, weights: MoeWeights, residual: Tensor, scale: Tensor, eps: float, logits: Tensor,
                   real: RealTokens = ALL_REAL, y: Tensor | None = None) -> None:
         """Adds the mixture of few tokens to the residual [T, H] float32. scale [H]: of the norm before it. logits
-        [T, n] float32: of the router. y [T, H] float32: of one of several devices, which writes its part there."""
+        [T, n] float32: of the router. y [T, H] float32: where one of several devices writes its part."""
         for first in range(0, len(residual), self.tokens_at_once):
             part = slice(first, first + self.tokens_at_once)
             x, own = residual[part], logits[part]

@@ -21,7 +21,7 @@ from deltic.ops.cuda.layout import (
     WARPS,
 )
 from deltic.ops.cuda.quantized import KINDS, PLAIN_KINDS, TILE_COLUMNS, TILE_ROWS, Tiles, tiles_of
-from deltic.ops.cuda.sliced_product import WHOLE, Split
+from deltic.ops.cuda.sliced_product import WHOLE, ColumnSlices
 from deltic.ops.types import Block, Weight
 
 _SHARED_BYTES_BESIDE_NEXT = 104 << 10
@@ -73,7 +73,7 @@ class PackedMultiply:
     high: int = 1
     head: int = 0
     slice: int = 0
-    split: Split = WHOLE
+    split: ColumnSlices = WHOLE
     card: Card = field(default_factory=default_card)
 
     @property
@@ -214,7 +214,7 @@ def _input(columns: int, kinds: frozenset[str]) -> int:
 
 
 def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head: int = 0, slice: int = 0,
-               split: Split = WHOLE) -> PackedMultiply:
+               split: ColumnSlices = WHOLE) -> PackedMultiply:
     columns, kinds, card = parts[0].columns, frozenset(part.type for part in parts), card_of(parts[0].data.device)
     if columns // TILE_COLUMNS % split.runs:  # of one device: others cannot have whole tiles
         split = replace(split, runs=1)

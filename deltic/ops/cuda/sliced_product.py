@@ -16,7 +16,7 @@ _THREADS = WARPS * 32
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class ColumnSlices:
     """slices: neighbouring slices of a weight's columns that the device has. runs: as in `ops.slices.column_slices`."""
 
     slices: int = SLICES
@@ -28,13 +28,13 @@ class Split:
         return f"_s{self.slices}" * (self.slices < SLICES) + f"_r{self.runs}" * (self.runs > 1)
 
 
-WHOLE = Split()
+WHOLE = ColumnSlices()
 
 
-def split_of(shards: int, spec: GdnSpec | None = None) -> Split:
+def split_of(shards: int, spec: GdnSpec | None = None) -> ColumnSlices:
     """Returns the split of a weight on one of `shards` devices. spec: of the layer whose output projection it is."""
     runs = spec.value_heads // spec.key_heads if spec and spec.tiled else 1
-    return Split(SLICES // shards, runs)
+    return ColumnSlices(SLICES // shards, runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class SliceShape:
     """The struct of this name in kernels/sliced.cuh. columns: of the device."""
 
     columns: int
-    split: Split
+    split: ColumnSlices
     tokens: int
 
     @property
