@@ -56,7 +56,8 @@ def main() -> None:
     record("gpu_memory", {
         "model": runtime.name, "quant": args.quant, "kv_dtype": args.kv_dtype, "turns": turns, "failed": failed,
         "plan": [*runtime.memory.notes, *runtime.memory.warnings], "limit_mib": limit >> 20, "peak_mib": peak >> 20,
-        "fits": peak <= limit, "reserved_mib": torch.cuda.max_memory_reserved() >> 20, "generated": tokens,
+        "fits": peak <= limit, "reserved_mib": torch.cuda.max_memory_reserved() >> 20,
+        "allocated_mib": torch.cuda.max_memory_allocated() >> 20, "generated": tokens,
         "preemptions": engine.scheduler.preemptions, "seconds": round(seconds, 1), **_layers(runtime),
         **_alone(engine, failed)})
     engine.close()
@@ -86,7 +87,7 @@ def _turns(count: int, context: int, vocabulary: int) -> Iterator[EngineRequest]
     texts = [list[int]() for _ in range(AT_ONCE)]
     for turn in range(count):
         new, text = chance.choice((8, 64, 200)), texts[turn % AT_ONCE]
-        more = context - new - 1 if turn == 0 else int(chance.triangular(16, context // 4, 64))
+        more = context - new - 1 if turn == 0 else int(chance.triangular(16, context // 8, 64))
         if len(text) + more + new >= context:
             text.clear()
         text += chance.choices(range(vocabulary), k=more)

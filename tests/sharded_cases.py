@@ -230,6 +230,8 @@ def read_prefix(cache: HybridCache, config: ModelConfig, whole: dict[str, Tensor
     sequence = cache.admit(prompt, load=load)
     assert sequence and sequence.done == depth and cache.pages.alone(sequence.pages[depth // PAGE:])
     cache.operations.flush()
+    pools: Any = cache.pools
+    pools.wait()  # on a GPU K/V may still be on their way
     check_prefix(cache, config, whole, sequence)
     return sequence
 

@@ -96,7 +96,8 @@ def test_a_size_and_a_share_exclude_each_other() -> None:
 @pytest.mark.parametrize(("size", "tokens"), [("24GiB", 2048), ("32GiB", 2048), ("40GiB", 8192)])
 def test_a_size_restricts_torch_and_shortens_steps(card: list[int], monkeypatch: pytest.MonkeyPatch, size: str,
                                                    tokens: int) -> None:
-    fractions = list[float]()
+    fractions, settings = list[float](), list[str]()
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
     options = fit_card(EngineConfig(device="cuda", gpu_memory=size))
@@ -109,7 +110,11 @@ def test_a_size_restricts_torch_and_shortens_steps(card: list[int], monkeypatch:
     fractions.clear()
     whole = EngineConfig(device="cuda")
     assert fit_card(whole) is whole and not fractions
-    assert fit_card(EngineConfig(device="cpu")).token_budget == 512
+    assert settings and set(settings) == {"expandable_segments:True"}
+    settings.clear()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert fit_card(whole) is whole and fit_card(EngineConfig(device="cpu")).token_budget == 512
+    assert not settings
     card[:] = 23 * GIB, 24 * GIB
     assert fit_card(whole).token_budget == 2048 and not fractions
 

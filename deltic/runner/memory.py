@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import warnings
 from dataclasses import dataclass, replace
 
 import torch
@@ -186,6 +188,7 @@ def fit_card(options: EngineConfig) -> EngineConfig:
     small card: what these work in is better used for the cache."""
     if not options.on_gpu:
         return options
+    _map_pages()
     card = card_memory(options)
     if options.gpu_memory is not None:
         total, reserved = torch.cuda.mem_get_info(options.device)[1], torch.cuda.memory_reserved(options.device)
@@ -195,6 +198,16 @@ def fit_card(options: EngineConfig) -> EngineConfig:
                               f"{card.taken - reserved + _OUTSIDE >> 20} MiB: raise it", "gpu_memory")
         torch.cuda.set_per_process_memory_fraction(left / total, torch.device(options.device).index)
     return fit_steps(options, card.limit)
+
+
+def _map_pages() -> None:
+    """Lets torch map the GPU's memory in pages, so that memory between two tensors can be used for a larger one. The
+    environment of the process comes first."""
+    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "PYTORCH_ALLOC_CONF" in os.environ:
+        return
+    with warnings.catch_warnings():  # the function that torch recommends instead is private, too
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def fit_steps(options: EngineConfig, limit: int) -> EngineConfig:
