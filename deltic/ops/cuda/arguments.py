@@ -101,7 +101,7 @@ PackedDownArgs = _struct(
 UnpackExpertsArgs = _struct_of("UnpackExpertsArgs", [
     *fields("data y counts"), ("stride", c_longlong),
     ("rows", c_int), ("columns", c_int)])
-RouteArgs = _struct("RouteArgs", "logits expert place counts share count starts", "", "tokens stride")
+RouteArgs = _struct("RouteArgs", "logits expert place counts share count starts", "", "tokens stride first own")
 GroupArgs = _struct(
     "GroupArgs", "x expert place counts wanted share sorted rows tiles total weight count starts", "",
     "tokens hidden shift")
@@ -109,7 +109,7 @@ GroupedArgs = _struct_of("GroupedArgs", [
     ("x", c_uint64 * 16),
     *fields("weights tiles total rows weight y counts"), ("experts", c_longlong),
     ("ahead", c_longlong)])
-CombineArgs = _struct("CombineArgs", "x y count starts", "", "tokens hidden each")
+CombineArgs = _struct("CombineArgs", "x y count starts expert", "", "tokens hidden each")
 AllReduceArgs = _struct_of("AllReduceArgs", [
     *fields("x y state report"), ("boxes", c_void_p * 8),
     ("limit", c_longlong),

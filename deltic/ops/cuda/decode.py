@@ -43,7 +43,7 @@ from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sample import why_not as why_not_draw
 from deltic.ops.cuda.sliced_product import WHOLE, ColumnSlices, split_of
 from deltic.ops.cuda.state_delta_log import NewDeltas, StateDeltaLog, gdn_arguments
-from deltic.ops.cuda.tensor_parallel import PartialSum, PeerExchange, ShardedStep, Shared, alone
+from deltic.ops.cuda.tensor_parallel import PeerExchange, ShardedStep, Shared, add_part, add_rows, alone, part_of
 from deltic.ops.reference import frequency_axis
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import frequencies
@@ -290,9 +290,9 @@ class DecodeStep:
         assert self._experts
         logits = residual.new_empty(len(residual), _rows(weights.router))
         self.multiply(weights.router, residual, norm, logits, STORE)
-        part = _part(residual, weights.shards)
+        part = part_of(residual, weights.shards)
         self._experts.gemv_rows(weights, residual, norm, self.decoder.eps, logits, real, part)
-        yield from _exchanged(part, residual)
+        yield from add_part(part, residual)
 
     def end(self, buffers: _DecodeBuffers) -> None:
         if buffers.new_deltas and self.delta_log:
@@ -312,17 +312,17 @@ class DecodeStep:
                                                    gdn_slice(spec, "few", shards), split_of(shards, spec))
         else:
             product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks), self._shapes.card, shards)
-        part = _part(residual, shards)
+        part = part_of(residual, shards)
         self._launch(product, weight, len(residual), x=buffers.core, scale=None, y=part, eps=spec.eps)
-        yield from _exchanged(part, residual)
+        yield from add_part(part, residual)
 
     def _add(self, weight: object, x: Tensor, residual: Tensor, shards: int, spec: GdnSpec | None = None
              ) -> Shared[None]:
         """Adds the product of few tokens x [T, columns] with a weight whose columns `shards` devices have parts of to
         the residual. spec: as in `split_of`."""
-        part = _part(residual, shards)
+        part = part_of(residual, shards)
         self.multiply(weight, x, None, part, summed(shards), split_of(shards, spec))
-        yield from _exchanged(part, residual)
+        yield from add_part(part, residual)
 
     def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int,
                  split: ColumnSlices = WHOLE) -> None:
@@ -433,12 +433,7 @@ class DecodeStep:
         product [T, H] bf16, which the caller adds to the residual; None if it was added already."""
         if self._shapes.shards == 1:
             return self.linear(x, weight)
-        if len(x) > _MAX_SUMMED_ROWS:  # a prompt
-            part = self.linear(x, weight)
-            yield PartialSum(part)
-            return part
-        yield PartialSum(self.linear(x, weight, torch.float32), residual)
-        return None
+        return (yield from add_rows(self.linear(x, weight, _sum_dtype(x)), residual))
 
     def feed_forward(
         self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, stream: LayerStream | None,
@@ -451,13 +446,30 @@ class DecodeStep:
             if len(x) <= self._experts.max_gemv_tokens:
                 yield from self._add_experts(layer.mlp, layer.post_norm, residual, real)
                 return None
+            if layer.mlp.shards > 1:
+                return (yield from add_rows(self._mixture_part(layer.mlp, x, real), residual))
             return self._experts.gemm_rows(layer.mlp, x, real)
         with used(stream, layer.dense):
-            both = self.linear(x, layer.dense.gate_up)
-            tokens, width = both.shape[0], both.shape[1] // 2
-            gated = both.new_empty(tokens, width)
-            self._module.launch("k_gate", (-(-width // 2048), tokens), 256, args.GateArgs(x=both, y=gated, width=width))
+            gated = self._gated(x, layer.dense)
             return (yield from self.row_parallel(gated, layer.dense.down, residual))
+
+    def _gated(self, x: Tensor, weights: MlpWeights) -> Tensor:
+        """Returns the inner activations [T, columns] bf16 of a feed-forward of many tokens."""
+        both = self.linear(x, weights.gate_up)
+        tokens, width = both.shape[0], both.shape[1] // 2
+        gated = both.new_empty(tokens, width)
+        self._module.launch("k_gate", (-(-width // 2048), tokens), 256, args.GateArgs(x=both, y=gated, width=width))
+        return gated
+
+    def _mixture_part(self, weights: MoeWeights, x: Tensor, real: RealTokens) -> Tensor:
+        """Returns one device's part [T, H] of a mixture of many tokens, as `add_rows` takes it."""
+        assert self._experts and isinstance(weights.router, Tensor)
+        part = self._experts.gemm_rows(weights, x, real)
+        if weights.shared:
+            gate = torch.mm(x, weights.router[-1:].t(), out_dtype=torch.float32).sigmoid()
+            own = self.linear(self._gated(x, weights.shared), weights.shared.down, torch.float32)
+            part = own.mul_(gate).add_(part)
+        return part.to(_sum_dtype(x))
 
     def linear(self, x: Tensor, weight: object, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Multiplies x [T, columns] bf16 with cuBLAS. A quantized weight is dequantized for the call, piece by piece.
@@ -501,15 +513,9 @@ class DecodeStep:
         return y
 
 
-def _part(residual: Tensor, shards: int) -> Tensor:
-    """Returns where one of `shards` devices writes its part of what is added to the residual; with one device to the
-    residual itself."""
-    return residual if shards == 1 else torch.empty_like(residual)
-
-
-def _exchanged(part: Tensor, residual: Tensor) -> Shared[None]:
-    if part is not residual:
-        yield PartialSum(part, residual)
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype in which devices exchange sums of many tokens x [T, ...]."""
+    return torch.float32 if len(x) <= _MAX_SUMMED_ROWS else torch.bfloat16
 
 
 def _offloaded_layers(decoder: DecoderWeights) -> LayerStore | None:

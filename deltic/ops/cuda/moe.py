@@ -60,6 +60,11 @@ class ExpertsShape:
         return self.per_token + self.shared
 
     @property
+    def groups_shared(self) -> bool:
+        """True if the kernels for many tokens serve the shared expert too, which other devices have no columns of."""
+        return self.shared and self.shards == 1
+
+    @property
     def known(self) -> bool:
         return (self.fits_blocks and self.count <= _MOST_EXPERTS and self.per_token <= _MOST_CHOSEN
                 and self.most > 0)
@@ -143,7 +148,7 @@ class ExpertsShape:
 
     def grouped_entries(self) -> Iterator[str]:
         """Yields the sources of kernels for many tokens."""
-        experts = self.template_args
+        experts = f"{self.count}, {self.per_token}, {cpp_bool(self.groups_shared)}"
         yield entry("route", "Route", "256", f"route<{experts}, {cpp_bool(self.normalised)}>")
         yield entry("group", "Group", "1024", f"group<{experts}>")
         yield entry("combine", "Combine", "256", "combine")
@@ -266,9 +271,13 @@ class MoeOp:
                 y=y, hidden=self._shape.hidden, **host.answer))
 
     def gemm_rows(self, weights: MoeWeights, x: Tensor, real: RealTokens = ALL_REAL) -> Tensor:
-        """Normed hidden states [T, H] bf16 -> the mixture [T, H] bf16; zeros for padding."""
+        """Normed hidden states [T, H] bf16 -> the mixture [T, H] bf16; zeros for padding. One of several devices
+        returns the sum over its experts, without the shared one."""
         shape, table, tokens = self._shape, self._tables[id(weights)], len(x)
-        pairs, tile = tokens * shape.experts_per_token, _tile(tokens * shape.per_token / shape.count)
+        each, own = shape.per_token + shape.groups_shared, shape.count
+        if weights.shards > 1:
+            own = len(weights.experts)
+        pairs, tile = tokens * each, _tile(tokens * shape.per_token / shape.count)
         _, resident = _stages(shape.card, tile)
         logits = torch.mm(x, table.router.t(), out_dtype=torch.float32)
 
@@ -282,7 +291,7 @@ class MoeOp:
         outputs = x.new_empty(pairs, shape.hidden)
         self._module.launch("k_route", (-(-tokens // 8),), 256, args.RouteArgs(
             logits=logits, expert=expert, place=place, counts=self._counts, share=share, count=real.count,
-            starts=real.starts, tokens=tokens, stride=logits.shape[1]))
+            starts=real.starts, tokens=tokens, stride=logits.shape[1], first=weights.first, own=own))
         self.prepare(weights)
         self._module.launch("k_group", (-(-pairs // 32),), 1024, args.GroupArgs(
             x=x, expert=expert, place=place, counts=self._counts, wanted=table.at.wanted, share=share, sorted=ordered,
@@ -294,12 +303,12 @@ class MoeOp:
                                 args.GroupedArgs(
                 x=_words(tensor_map(source, tile, BOX_COLUMNS)), weights=maps, tiles=tiles, total=total, rows=rows,
                 weight=weight, y=target, counts=self._counts if kind == "down" else None, experts=shape.count,
-                ahead=self.ahead if kind == "gate" and tokens * shape.per_token >= 4 * shape.count else 0),
+                ahead=self.ahead if kind == "gate" and own == shape.count <= tokens * shape.per_token // 4 else 0),
                 tile_bytes(shape.card, tile))
         mixture = torch.empty_like(x)
         self._module.launch("k_combine", (tokens, -(-shape.hidden // 2048)), 256, args.CombineArgs(
-            x=outputs, y=mixture, count=real.count, starts=real.starts, tokens=tokens, hidden=shape.hidden,
-            each=shape.experts_per_token))
+            x=outputs, y=mixture, count=real.count, starts=real.starts, expert=expert if own < shape.count else None,
+            tokens=tokens, hidden=shape.hidden, each=each))
         return mixture
 
 
@@ -326,13 +335,15 @@ def _addresses(weights: MoeWeights, device: torch.device) -> ExpertAddresses:
         return store.addresses(weights.experts.layer, pairs[0] if pairs else None)
     if weights.shards > 1:  # experts of other devices lie nowhere
         count, own = len(weights.router) - (weights.shared is not None), len(weights.experts)
-        tables = []
+        tables, maps = list[Tensor](), list[Tensor]()
         for index in range(2):
             found = [pair[index].data_ptr() for pair in pairs]
             rest = [0] * (count - weights.first - own)
             tables.append(torch.tensor([*[0] * weights.first, *found[:own], *rest, *found[own:]], device=device))
-        none = torch.zeros(0, 128, dtype=torch.uint8, device=device)
-        return ExpertAddresses(tables[0], tables[1], none, none, None)
+            # no tile is of an expert without a map
+            maps.append(torch.zeros(count, 128, dtype=torch.uint8, device=device))
+            maps[-1][weights.first:weights.first + own] = maps_of([pair[index] for pair in pairs[:own]], index)
+        return ExpertAddresses(tables[0], tables[1], maps[0], maps[1], None)
     gate, down = (torch.tensor([pair[index].data_ptr() for pair in pairs], device=device) for index in range(2))
     gate_maps, down_maps = (maps_of([pair[index] for pair in pairs], index) for index in range(2))
     return ExpertAddresses(gate, down, gate_maps, down_maps, None)

@@ -416,6 +416,8 @@ class PrefillStep:
             yield from (mixer.in_proj, mixer.out_proj) if isinstance(mixer, GdnWeights) else (mixer.qkv, mixer.o_proj)
             if isinstance(mlp, MlpWeights):
                 yield from (mlp.gate_up, mlp.down)
+            elif mlp.shards > 1 and mlp.shared:
+                yield from (mlp.shared.gate_up, mlp.shared.down)
 
     def serves(self, batch: Batch) -> bool:
         layout = batch.layout

@@ -3,6 +3,7 @@ exchanged wherever each device has only its part."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -36,6 +37,28 @@ Shared = Generator[PartialSum, None, Result]
 """The launches of one device. Yields a part where the next launches need the sum; ends with the device's result."""
 
 
+def part_of(residual: Tensor, shards: int) -> Tensor:
+    """Returns where one of `shards` devices writes its part of what is added to the residual of few tokens; with one
+    device to the residual itself."""
+    return residual if shards == 1 else torch.empty_like(residual)
+
+
+def add_part(part: Tensor, residual: Tensor) -> Shared[None]:
+    """Adds all devices' parts to the residual, unless it is what `part_of` returned."""
+    if part is not residual:
+        yield PartialSum(part, residual)
+
+
+def add_rows(part: Tensor, residual: Tensor) -> Shared[Tensor | None]:
+    """Exchanges a device's part [T, H] of what is added to the residual of many tokens. float32: adds the sum to the
+    residual and returns None. bfloat16, of prompts: returns the sum, which the caller adds."""
+    if part.dtype == torch.float32:
+        yield PartialSum(part, residual)
+        return None
+    yield PartialSum(part)
+    return part
+
+
 class PartExchange(Protocol):
     """Launches sums over devices. Nothing waits for a device."""
 
@@ -48,6 +71,8 @@ class PeerExchange:
     NCCL."""
 
     def __init__(self, devices: Sequence[torch.device], hidden: int) -> None:
+        # torch's memory may be mapped in pages, which the other devices of the process cannot reach
+        os.environ["NCCL_P2P_DIRECT_DISABLE"] = "1"
         self._floats = _MAX_ROWS * hidden
         self._sums = AllReduce(devices, self._floats)
 
