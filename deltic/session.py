@@ -269,6 +269,8 @@ class Session:
         if not callable(function):
             raise RequestError(f"hook takes a function of (layer, output), not {show(function)}", "function")
         runtime = self._layered()
+        if runtime.options.shards > 1 and runtime.options.on_gpu:
+            raise RequestError(f"layers of tp={runtime.options.tp} GPUs cannot be looked at: use tp=1", "tp")
         checked = _checked_hook(function)
         with self._lock:
             runtime.hooks.append(checked)

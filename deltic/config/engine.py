@@ -36,6 +36,8 @@ _RANGES: Final = {
     "expert_cap": (1, 4096),
     "expert_refresh": (1, 1 << 31),
 }
+_MAX_SPLIT_ROWS: Final = 1024
+"""Rows of a step over several GPUs."""
 _OPTIONAL: Final = ("threads", "max_context", "max_stall_ms", "expert_cap")
 _PATHS: Final = ("cache_dir", "aot_dir", "mmproj", "expert_profile", "params", "tokenizer", "tokenizer_config")
 """Options that also accept a `Path`."""
@@ -87,9 +89,10 @@ class EngineConfig:
         "other requests, chunking or the cache: for evaluations. Prefill is as slow as decode; no drafts, pictures or "
         "embeddings")
     tp: int | str = _device(
-        "auto", "tensor parallel: devices over which the model is split; answers have the same bits with any number. "
-        "On a CPU they are virtual, to test and study that: the memory for weights and cache stays the same, and steps "
-        "take longer. auto: 1", choices=("auto", "1", "2", "4", "8"))
+        "auto", "tensor parallel: devices over which the model is split, GPUs with neighbouring numbers from that of "
+        "--device on; answers have the same bits with any number (on GPUs those of decode steps of up to 16 rows, and "
+        "all with --batch-invariant). On a CPU the devices are virtual, to test and study that: the memory for weights "
+        "and cache stays the same, and steps take longer. auto: 1", choices=("auto", "1", "2", "4", "8"))
     ops: tuple[str, ...] = _device(
         (), "backend of an op: OP=BACKEND such as mlp=reference, or BACKEND for all")
     debug_layers: bool = _device(False, "log statistics of every layer's output in every step (slow)")
@@ -276,8 +279,11 @@ class EngineConfig:
                "cuda")
 
         several = self.shards > 1
-        yield (several and bool(self.on_gpu), "tp",
-               f"tp={self.tp}: tensor parallel on GPUs is not there yet: use tp=1, or device cpu")
+        yield (several and bool(self.on_gpu) and (self.debug_layers or bool(self.ops)), "tp",
+               f"tp={self.tp} is not possible on GPUs with debug_layers or ops, which compute layers by torch: leave "
+               "one of them out")
+        yield (several and bool(self.on_gpu) and self.max_batch > _MAX_SPLIT_ROWS, "max_batch",
+               f"max_batch={self.max_batch} is not possible with tp={self.tp} on GPUs: use at most {_MAX_SPLIT_ROWS}")
         yield (several and self.offloads_experts, "tp",
                f"tp={self.tp} is not possible with expert_memory or expert_cap: leave one of them out")
 

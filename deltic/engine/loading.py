@@ -18,7 +18,7 @@ from deltic.cache.memory_plan import MemoryPlan
 from deltic.cache.offload.open import open_tiers
 from deltic.cache.sharded_pools import allocate_shards
 from deltic.cache.tensors import PoolOptions
-from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
+from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig, shard_config
 from deltic.engine.arguments import settled
 from deltic.errors import ConfigError, ModelError, show
 from deltic.export.backend import ProgramModel, load_program
@@ -28,7 +28,7 @@ from deltic.loader.model_files import open_model
 from deltic.model.decoder import build
 from deltic.model.mtp_head import build_head
 from deltic.ops import select
-from deltic.ops.capabilities import check_device
+from deltic.ops.capabilities import check_devices
 from deltic.ops.memory import memory_for
 from deltic.params import Draft, Ngram
 from deltic.runner.expert_offload import place_experts, unpacks_experts
@@ -170,7 +170,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     with _memory_for_weights(model, options.on_gpu):
         times = StartTimes()
         # device: options that it cannot serve are refused before anything is read
-        check_device(options.device)
+        check_devices(options.devices)
         options = fit_card(options)
         select(options.ops, options.device, options.cpu_level)
         given.check(model, options)
@@ -185,7 +185,8 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         reader = WeightReader(source, options, ops, dtype, use.drafts, progress)
         head_parts = reader.read_head()
         plan = _cache_planner(config, options, dtype, bool(head_parts), use)
-        beside = LayerPlan() if use.drafts or use.vectors or not options.on_gpu else plan_layers(
+        fixed = use.drafts or use.vectors or not options.on_gpu or options.shards > 1
+        beside = LayerPlan() if fixed else plan_layers(
             config, options, dtype, reader.sizes(),
             reader.tower_bytes() + reader.head_copies(head_parts[0] if head_parts else None),
             lambda given, card: plan(given, card)[0])
@@ -203,7 +204,8 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         encode = reader.read_tower()
         times.done("vision tower")
         # memory plan, cache and tiers
-        work = working_bytes(config, options.token_budget, unpacks_experts(experts, decoder.weights))
+        own, unpacks = shard_config(config, options.shards), unpacks_experts(experts, decoder.weights)
+        work = working_bytes(own, options.token_budget, unpacks)
         memory, pool_options = plan(beside.settle(options), card_memory(options, work) if options.on_gpu else None)
         memory = beside.describe(memory)
         _log_plan(memory, f"the draft model {source.name}: " if use.drafts else "")

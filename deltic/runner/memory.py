@@ -75,8 +75,8 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
                         logs, options.prefix_cache, options.asks_for_context, layout=layout and layout.of_shards(count))
     budget = options.memory_bytes
     if budget is None and options.on_gpu:
-        card = card or card_memory(options, working_bytes(config, options.token_budget))
-        budget = _card_budget(options, card)
+        card = card or card_memory(options, working_bytes(own, options.token_budget))
+        budget = count * _card_budget(options, card)
         needs = replace(needs, option=card.option)
     budget = budget or free_memory(options.device) // 2
     if vectors and options.memory is None:
@@ -137,7 +137,7 @@ def _card_budget(options: EngineConfig, card: CardMemory) -> int:
     """The size of the cache in bytes, once the weights are loaded."""
     if options.gpu_memory is None and options.gpu_memory_utilization is None:
         # some is left for steps even if the weights nearly fill the GPU
-        return max(card.left, free_memory(options.device) // 4)
+        return max(card.left, _least_memory(options)[0] // 4)
     if card.left <= 0:
         given = options.gpu_memory or options.gpu_memory_utilization
         raise ConfigError(
@@ -149,18 +149,25 @@ def _card_budget(options: EngineConfig, card: CardMemory) -> int:
 
 
 def card_memory(options: EngineConfig, steps: int = 0) -> CardMemory:
-    """Returns the memory of the options' GPU. What torch keeps for later counts as free."""
+    """Returns the memory of the options' GPU, or of the fullest of several. What torch keeps for later counts as free.
+    """
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(options.device)
+    free, total = _least_memory(options)
     limit = options.gpu_memory_bytes or int(total * (options.gpu_memory_utilization or SHARE))
     option = "gpu_memory_utilization" if options.gpu_memory is None else "gpu_memory"
     return CardMemory(min(limit, total), total - free, steps, option)
 
 
+def _least_memory(options: EngineConfig) -> tuple[int, int]:
+    """Returns the free bytes and all bytes of the options' GPU, or of the fullest of several."""
+    return min(torch.cuda.mem_get_info(device) for device in options.devices)
+
+
 def free_on_card(options: EngineConfig) -> int:
-    """Returns the bytes that can still be allocated on the options' GPU, within `gpu_memory`."""
-    free, total = torch.cuda.mem_get_info(options.device)
+    """Returns the bytes that can still be allocated on the options' GPU, or on the fullest of several, within
+    `gpu_memory`."""
+    free, total = _least_memory(options)
     limit = options.gpu_memory_bytes
     return free if limit is None else max(min(free, limit - (total - free)), 0)
 
@@ -179,24 +186,25 @@ def expected_card(config: ModelConfig, options: EngineConfig, weights: int) -> C
         return None
     else:
         card = CardMemory(options.gpu_memory_bytes, _CONTEXT, 0)
-    steps = working_bytes(config, fit_steps(options, card.limit).token_budget)
+    steps = working_bytes(shard_config(config, options.shards), fit_steps(options, card.limit).token_budget)
     return replace(card, taken=card.taken + weights, steps=steps)
 
 
 def fit_card(options: EngineConfig) -> EngineConfig:
-    """Restricts torch to the options' GPU memory, for the whole process. Returns the options with shorter steps for a
-    small card: what these work in is better used for the cache."""
+    """Restricts torch to the options' memory of each GPU, for the whole process. Returns the options with shorter steps
+    for a small card: what these work in is better used for the cache."""
     if not options.on_gpu:
         return options
     _map_pages()
     card = card_memory(options)
     if options.gpu_memory is not None:
-        total, reserved = torch.cuda.mem_get_info(options.device)[1], torch.cuda.memory_reserved(options.device)
-        left = card.limit - (card.taken - reserved) - _OUTSIDE
-        if left <= 0:
-            raise ConfigError(f"gpu_memory={options.gpu_memory} is less than CUDA and other programs take on this GPU, "
-                              f"{card.taken - reserved + _OUTSIDE >> 20} MiB: raise it", "gpu_memory")
-        torch.cuda.set_per_process_memory_fraction(left / total, torch.device(options.device).index)
+        for device in options.devices:
+            free, total = torch.cuda.mem_get_info(device)
+            others = total - free - torch.cuda.memory_reserved(device) + _OUTSIDE
+            if others >= card.limit:
+                raise ConfigError(f"gpu_memory={options.gpu_memory} is less than CUDA and other programs take on this "
+                                  f"GPU, {others >> 20} MiB: raise it", "gpu_memory")
+            torch.cuda.set_per_process_memory_fraction((card.limit - others) / total, torch.device(device).index)
     return fit_steps(options, card.limit)
 
 

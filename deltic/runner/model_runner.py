@@ -223,6 +223,10 @@ class ModelRunner:
         """Raises ConfigError if the options need kernels of deltic that do not serve this model on a GPU."""
         if not self.options.on_gpu or self.step is not None:
             return
+        if self.decoder.others:
+            why = explain(self.ops, self.decoder.weights, self.views)["step"]
+            raise ConfigError(f"tp={self.options.tp} is not possible: on several GPUs only deltic's own kernels serve "
+                              f"a model: {why}", "tp")
         if self.options.batch_invariant:
             log.warning("batch_invariant: on the GPU torch serves the steps, whose sums may depend on the number of "
                         "rows")
@@ -385,6 +389,7 @@ class ModelRunner:
         found = self.step(batch) if self.step is not None and observer is None else None
         if found is not None:
             return found
+        assert not isinstance(self.step, ShardedStep), "several GPUs do not serve such a batch"
         self.pools.wait()
         hidden = self.decoder.forward(batch, *self.shard_views, observe=observer)
         logits = self.decoder.logits(hidden[batch.logit_tokens] if batch.layout.hidden else hidden)

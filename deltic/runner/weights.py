@@ -96,6 +96,8 @@ class WeightReader:
         quantizes = self._scheme != "none"
         self._quantizes = quantizes and not (drafts and self.tiled)
         check_degree(source.config, options.shards, self.tiled or quantizes, self.tiled)
+        if options.shards > 1 and options.on_gpu:
+            check_gpus(source.config, options, dtype, self.tiled or quantizes)
         self._marks = self._mark_files() if files and (options.cache_dir or options.aot_dir) else []
         in_files = files if files and not files.weights else None
         check_experts(in_files, source.config, options, dtype, self.tiled or quantizes)
@@ -285,6 +287,16 @@ def weight_sizes(config: ModelConfig, dtype: DType, scheme: str) -> dict[str, in
     return plain if scheme == "none" else quantized_bytes(config, scheme, plain, quantized.packed_bytes)
 
 
+def check_gpus(config: ModelConfig, options: EngineConfig, dtype: DType, packed: bool) -> None:
+    """Raises ConfigError if a model cannot be split over GPUs. packed: its matrices are quantized."""
+    if dtype != "bfloat16":
+        raise ConfigError(f"tp={options.tp} is not possible on GPUs with dtype {dtype}, which torch serves: use "
+                          "dtype=bfloat16, or tp=1", "tp")
+    if packed and config.experts:
+        raise ConfigError(f"tp={options.tp} is not possible on GPUs with quantized experts: use tp=1, or weights in "
+                          "bfloat16 (packed_weights='off' makes them from a quantized file)", "tp")
+
+
 def packed_form(options: EngineConfig, device: str) -> PackedForm:
     """Returns the form of quantized matrices that the kernels of one of the devices read."""
     if not options.on_gpu:
@@ -355,7 +367,7 @@ def check_packed(files: ModelFiles | None, options: EngineConfig, drafts: bool) 
 
 def _plain_weights_fit(options: EngineConfig, config: ModelConfig) -> bool:
     """True if the GPU has room for the weights in bfloat16."""
-    return 2 * config.parameter_count <= _FREE_SHARE * free_on_card(options)
+    return 2 * config.parameter_count <= options.shards * _FREE_SHARE * free_on_card(options)
 
 
 def _kernels_missing(options: EngineConfig) -> str | None:
