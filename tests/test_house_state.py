@@ -61,6 +61,7 @@ CACHES = {
 CHANGED = {
     "deltic/export/tvm/runtime.py sys": "while one package is imported, which would import torch if it could",
     "deltic/cli/process.py sys": "a command without standard streams gets some",
+    "deltic/ops/cuda/tensor_parallel.py os": "how NCCL reaches memory, which changes no result",
     "deltic/ops/cuda/driver.py cls": "a class of arguments names its fields when it is made",
 }
 """Functions that change objects of a module or a class."""
@@ -73,6 +74,7 @@ MADE = {
 SETTINGS = {
     "deltic/export/executorch/export.py simplefilter": "until the export is over, which takes a process of its own",
     "deltic/cli/doctor.py simplefilter": "until the check is over, in a process of its own",
+    "deltic/runner/memory.py simplefilter": "until torch has taken a setting",
     "deltic/runner/memory.py mallopt": "where freed memory goes: no results depend on it",
     "deltic/ops/cpu/__init__.py set_num_threads": "torch counts per thread; every step or batch sets its model's",
     "deltic/server/connections.py setrlimit": "a server is a process of its own",
