@@ -99,7 +99,7 @@ def requests(vocabulary: int, count: int = 9) -> list[EngineRequest]:
 def test_preempted_answers_are_the_same(quant: str, tp: int) -> None:
     """There is no room for all of them at once."""
     one, several = (runtime_of("0.8b", count, quant=quant, batch_invariant=True, speculate="off") for count in (1, tp))
-    tight = Engine(small_runtime(several, batch=4, pages=24))
+    tight = Engine(small_runtime(several, batch=4, pages=20))
     for request in requests(several.config.vocab_size):
         tight.add(request)
     answers = drain(tight)

@@ -16,6 +16,7 @@ from deltic.config.engine import GPU_TOKEN_BUDGET, option_defaults
 from deltic.errors import ConfigError
 from deltic.ops.cuda.quantized_moe import scratch_bytes
 from deltic.ops.kv import FP8, INT4
+from deltic.ops.memory import empty_cache
 from deltic.params import PAGE
 
 SHARE = 0.9
@@ -152,7 +153,7 @@ def card_memory(options: EngineConfig, steps: int = 0) -> CardMemory:
     """Returns the memory of the options' GPU, or of the fullest of several. What torch keeps for later counts as free.
     """
     if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+        empty_cache(map(torch.device, options.devices))
     free, total = _least_memory(options)
     limit = options.gpu_memory_bytes or int(total * (options.gpu_memory_utilization or SHARE))
     option = "gpu_memory_utilization" if options.gpu_memory is None else "gpu_memory"
