@@ -255,6 +255,31 @@ def test_mixtures(shape: ExpertsShape) -> None:
             assert torch.equal(found, whole.few(residual, logits)), f"{shards} devices, {tokens} tokens"
 
 
+@pytest.mark.parametrize("tokens", [17, 300, 1500])
+@pytest.mark.parametrize("shape", [test_cuda_experts.TRUE, ExpertsShape(64, 24, 20, 5, False, False)], ids=str)
+def test_mixtures_of_many_tokens(shape: ExpertsShape, tokens: int) -> None:
+    """Each device has the sum over its experts, whatever the others have; the shared one is not in it."""
+    whole, device = test_cuda_experts.Mixture(shape), torch.device("cuda", torch.cuda.current_device())
+    x = whole.input(tokens)[1].bfloat16()
+    wanted = whole.experts.gemm_rows(whole.weights, x).double()
+    if shared := whole.wide.shared:
+        assert isinstance(shared.gate_up, Tensor) and isinstance(shared.down, Tensor)
+        assert isinstance(whole.wide.router, Tensor)
+        gate, up = (x.double() @ shared.gate_up.t()).chunk(2, -1)
+        share = (x.double() @ whole.wide.router[-1:].t()).sigmoid()
+        wanted -= share * ((F.silu(gate) * up) @ shared.down.t())
+    for shards in SHARDS[1:]:
+        weights = [own for rank in range(shards) if (own := device_of(whole.weights, shape, shards, rank))]
+        module = Module(test_cuda_experts.source(replace(shape, shards=shards)), device)
+        total = torch.zeros_like(wanted)
+        for own in weights:
+            op = MoeOp(module, replace(shape, shards=shards), [own], BLOCKS)
+            part = op.gemm_rows(own, x)
+            assert torch.equal(op.gemm_rows(own, x), part) and not bool(op._counts.any())
+            total += part
+        assert len(weights) == shards and error(total, wanted) < 8e-3, shards
+
+
 @pytest.mark.parametrize("name", ["Q5_K", "Q6_K", "none shared, halves of two kinds"])
 def test_mixtures_of_tiles(name: str) -> None:
     """The sum is the tree of its parts: of each all that is not its own is made zero."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +41,18 @@ if COUNT < 2:
 
 OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "memory": "512MiB", "max_batch": 16,
                            "max_context": 1024, "speculate": "mtp:3"}
-MODELS = {name: RandomModel(f"qwen3.5-{name}", 4, initializer_range=0.05, head=True) for name in ("0.8b", "4b")}
+NAMES = "0.8b", "4b", "35b-a3b"
+MODELS = {name: RandomModel(f"qwen3.5-{name}", 4, initializer_range=0.05, head=True) for name in NAMES}
 PAGES = 4
 """Pages of a row."""
 each_degree = pytest.mark.parametrize("tp", [tp for tp in (2, 4) if tp <= COUNT])
 each_model = pytest.mark.parametrize("name", MODELS)
 each_form = pytest.mark.parametrize("quant", ["none", "q4_k"])
+each_case = pytest.mark.parametrize(("name", "quant"), [("0.8b", "none"), ("0.8b", "q4_k"), ("4b", "none"),
+                                                        ("4b", "q4_k"), ("35b-a3b", "none")])
 
 
-@cache
+@lru_cache(8)
 def runtime_of(name: str, tp: int, **options: Any) -> ModelRunner:
     runtime = load(MODELS[name], EngineConfig(**{**OPTIONS, "tp": tp, **options}))
     assert len({shard.device for shard in runtime.pools.shards}) == tp and runtime.step is not None
@@ -80,8 +83,7 @@ def wait() -> None:
 
 
 @each_degree
-@each_model
-@each_form
+@each_case
 def test_batch_invariant_answers_have_the_bits_of_one_device(name: str, quant: str, tp: int) -> None:
     """Prompts in pieces, several choices, an abort, a prefix that is used again, a constraint."""
     one, several = (story(runtime_of(name, count, quant=quant, batch_invariant=True, speculate="off"))
@@ -155,8 +157,7 @@ def equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 
 @each_degree
-@each_model
-@each_form
+@each_case
 @pytest.mark.parametrize("rows", [1, 2, 5, 16])
 def test_steps_that_decode_have_the_bits_of_one_device(name: str, quant: str, tp: int, rows: int) -> None:
     """The first step of a bucket, which runs without graphs, and replays of it."""
@@ -196,8 +197,7 @@ def tokens_of(drafted: Drafted, rows: int) -> Tensor:
 
 
 @each_degree
-@each_model
-@each_form
+@each_case
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_drafts_have_the_bits_of_one_device(name: str, quant: str, tp: int, rows: int) -> None:
     """All devices draw the same ones, and have the same hidden states."""
@@ -226,8 +226,7 @@ def test_drafts_have_the_bits_of_one_device(name: str, quant: str, tp: int, rows
 
 
 @each_degree
-@each_model
-@each_form
+@each_case
 def test_drafts_change_no_answer(name: str, quant: str, tp: int) -> None:
     runtime = runtime_of(name, tp, quant=quant)
     assert runtime.capabilities.verifies and runtime.mtp_runner and runtime.mtp_runner.drafts_on_device

@@ -12,7 +12,7 @@ from deltic.cache.memory_plan import MemoryPlan
 from deltic.cache.operations import PoolSizes
 from deltic.cache.tensors import PoolOptions, delta_log_bytes, page_bytes, slot_bytes
 from deltic.cli.inspect import head_bytes, plan_cache, weight_bytes
-from deltic.config import EngineConfig, ModelConfig
+from deltic.config import EngineConfig, ModelConfig, shard_config
 from deltic.errors import ConfigError
 from deltic.params import PAGE
 from deltic.runner.memory import card_room, expected_card, fit_card, free_on_card, plan_memory, working_bytes
@@ -117,6 +117,32 @@ def test_a_size_restricts_torch_and_shortens_steps(card: list[int], monkeypatch:
     assert not settings
     card[:] = 23 * GIB, 24 * GIB
     assert fit_card(whole).token_budget == 2048 and not fractions
+
+
+def test_several_gpus_go_by_the_fullest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its part of every page and slot."""
+    sizes, fractions = [(70 * GIB, 80 * GIB), (50 * GIB, 80 * GIB)], list[tuple[float, int]]()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: sizes[torch.device(device or 0).index or 0])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", lambda settings: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction",
+                        lambda share, device: fractions.append((share, device)))
+    config, options = ModelConfig.preset("qwen3.5-4b"), EngineConfig(device="cuda", tp=2, gpu_memory="40GiB")
+    assert free_on_card(options) == 10 * GIB, "30 of 40 are taken on the second one"
+    fit_card(options)
+    assert fractions == [(29.5 / 80, 0), (9.5 / 80, 1)]
+    own = shard_config(config, 2)
+    work = working_bytes(own, 8192)
+    assert work < working_bytes(config, 8192)
+    found, _ = plan_memory(config, options, torch.bfloat16, False, False)
+    given = EngineConfig(device="cuda", tp=2, memory=str(2 * (10 * GIB - work)))
+    wanted, _ = plan_memory(config, given, torch.bfloat16, False, False)
+    assert (found.pages, found.slots) == (wanted.pages, wanted.slots)
+    one, _ = plan_memory(own, EngineConfig(device="cuda", memory=str(10 * GIB - work)), torch.bfloat16, False, False)
+    assert abs(found.pages - one.pages) < 100, "a device has room for its part of each page"
+    sizes[1] = 5 * GIB, 80 * GIB
+    with pytest.raises(ConfigError, match="gpu_memory=40GiB is less than CUDA and other programs take"):
+        fit_card(options)
 
 
 TOWER = GIB

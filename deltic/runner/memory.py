@@ -71,8 +71,10 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     own = shard_config(config, count)
     logs = count * delta_log_bytes(own, dtype) if drafts or defers else 0
     layout = frame_layout(own, dtype, PoolOptions(0, head, kv=kv, state=state))
+    # the first of several GPUs has the logits, and the others no more room than it
+    logits = 4 * config.vocab_size * (count if options.on_gpu else 1)
     needs = MemoryNeeds(count * page_bytes(own, kv or dtype, head), count * slot_bytes(own, dtype, head, state),
-                        config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,
+                        config.max_position_embeddings, options.max_batch, options.max_context, logits,
                         logs, options.prefix_cache, options.asks_for_context, layout=layout and layout.of_shards(count))
     budget = options.memory_bytes
     if budget is None and options.on_gpu:
