@@ -13,6 +13,7 @@ import cProfile
 import pstats
 import time
 from collections import defaultdict
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -40,11 +41,11 @@ ARITHMETIC = 790e12
 
 def main() -> None:
     args = _arguments()
-    for model in args.model:
+    for model, tp in product(args.model, args.tp):
         config = EngineConfig(device="cuda", dtype="bfloat16", memory=args.memory, max_batch=max(*args.batch, 1),
                               max_context=args.context, token_budget=args.budget, prefix_cache=False,
                               ops=tuple(args.ops), quant=args.quant, kv_dtype=args.kv_dtype,
-                              state_dtype=args.state_dtype, batch_invariant=args.batch_invariant,
+                              state_dtype=args.state_dtype, batch_invariant=args.batch_invariant, tp=tp,
                               speculate=f"mtp:{DEPTH}" if args.task == "speculate" else "off")
         started = time.perf_counter()
         runtime = load(RandomModel(model, head=args.task == "speculate"), config)
@@ -66,6 +67,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=("decode", "prefill", "speculate"))
     parser.add_argument("--model", nargs="+", default=["qwen3.5-0.8b"])
+    parser.add_argument("--tp", nargs="+", type=int, default=[1], help="GPUs that share the model")
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 8192])
     parser.add_argument("--prompt", type=int, default=128)
@@ -126,9 +128,10 @@ def _decode(runtime: ModelRunner, args: argparse.Namespace, batch: int, ready: f
     if not times:
         raise SystemExit("no steps were timed: raise --new above 8 and --repeat above 1")
     step = median(times)
-    floor = step_bytes(runtime, batch, args.prompt + args.new // 2) / BANDWIDTH
-    record("gpu", {"task": "decode", "model": runtime.name, **_card(), "served": _served(runtime), "batch": batch,
-                   "quant": args.quant, "kv_dtype": args.kv_dtype, "state_dtype": args.state_dtype,
+    tp = runtime.options.shards
+    floor = step_bytes(runtime, batch, args.prompt + args.new // 2) / (tp * BANDWIDTH)
+    record("gpu", {"task": "decode", "model": runtime.name, "tp": tp, **_card(), "served": _served(runtime),
+                   "batch": batch, "quant": args.quant, "kv_dtype": args.kv_dtype, "state_dtype": args.state_dtype,
                    "batch_invariant": args.batch_invariant, "prompt": args.prompt, "new": args.new,
                    "temperature": args.temperature, "graphs": runtime.graphs is not None, "ops": args.ops,
                    "step_us": round(step * 1e6, 1),
@@ -151,7 +154,7 @@ def _served(runtime: ModelRunner) -> str:
 
 def _replays(runtime: ModelRunner, batch: int) -> float | None:
     """Microseconds of the step's graph alone, replayed again and again."""
-    if runtime.graphs is None:
+    if not isinstance(runtime.graphs, CudaGraphs) or runtime.options.shards > 1:
         return None
     captured = _captured(runtime, batch)
     if captured is None:
@@ -211,8 +214,9 @@ def _prefill(runtime: ModelRunner, args: argparse.Namespace, tokens: int) -> Non
             engine.step()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    floor = prompt_operations(runtime.config, tokens) / ARITHMETIC
-    record("gpu", {"task": "prefill", "model": runtime.name, **_card(), "tokens": tokens,
+    tp = runtime.options.shards
+    floor = prompt_operations(runtime.config, tokens) / (tp * ARITHMETIC)
+    record("gpu", {"task": "prefill", "model": runtime.name, "tp": tp, **_card(), "tokens": tokens,
                    "budget": args.budget, "ops": args.ops, "quant": args.quant, "kv_dtype": args.kv_dtype,
                    "state_dtype": args.state_dtype,
                    "first_token_ms": round(median(times[1:]) * 1e3, 2), "floor_ms": round(floor * 1e3, 2),
@@ -255,9 +259,9 @@ def _speculate(runtime: ModelRunner, args: argparse.Namespace, batch: int) -> No
 def _all_replays(runtime: ModelRunner) -> dict[str, float]:
     """Microseconds of every graph of steps and drafts, replayed again and again."""
     assert isinstance(runtime.graphs, CudaGraphs) and runtime.mtp_runner and runtime.mtp_runner._step
-    head: Any = runtime.mtp_runner._step.follow
+    head: Any = runtime.mtp_runner._step.record
     known = {f"step {bucket}": found.graph for bucket, found in runtime.graphs._captured.items()}
-    known |= {f"drafts {bucket}": found.graph for bucket, found in head.__self__._known.items()}
+    known |= {f"drafts {bucket}": found.graphs[0] for bucket, found in head.__self__._known.items()}
     return {name: _time(graph) for name, graph in known.items()}
 
 
