@@ -75,20 +75,25 @@ class Multiply:
     @property
     def most(self) -> int:
         """Largest number of tokens: their input leaves room for sums and for weights on their way; 0 if none fits."""
-        most = MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS
-        fit = self._fit(most)
-        return min(most, fit) if fit > PLAIN_MMA_TOKENS else min(most, PLAIN_MMA_TOKENS, self._fit(1))
+        fit = self._room // (self.columns * 2 + 2 * self._least_sums(1))
+        return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, fit)
 
-    def _fit(self, tokens: int) -> int:
-        """Returns the tokens that fit if the kernel is that of so many tokens."""
-        return self.card.product_bytes // (self.columns * 2 + 2 * self._least_sums(tokens) // tokens)
+    @property
+    def _room(self) -> int:
+        """Bytes of shared memory for the input and the sums: what the least number of slots leaves."""
+        return min(self.card.product_bytes, self.card.max_shared_bytes - 1024 - self._least_slots * self._slot)
+
+    @property
+    def _least_slots(self) -> int:
+        return WARPS if self._sliced else 2
 
     @property
     def _sliced(self) -> bool:
         return self.out in (ADD, PART)
 
-    def _shape(self, tokens: int) -> SliceShape:
-        return SliceShape(self.columns, self.split, tokens)
+    @property
+    def _shape(self) -> SliceShape:
+        return SliceShape(self.columns, self.split, self.unit)
 
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
@@ -109,45 +114,41 @@ class Multiply:
                     f"{self.split.slices}, {self.split.runs}>")
         return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
                 f"(const __grid_constant__ Product a) {{ {call}(a); }}\n"
-                + self._shape(tokens).check * self._sliced)
+                + self._shape.check * self._sliced)
 
     def group(self, tokens: int, units: int) -> int:
-        """Units of a block between two sums over its warps, with ADD and PART slices: as many as fit."""
-        rest = (self.card.product_bytes + 1024 - self._fixed(tokens)) // 2
-        if self._sliced:
-            return self._shape(tokens).group(self.unit, units, rest)
-        return max(1, min(min(self.card.sum_bytes, rest) // self._least_sums(tokens), units))
+        """Units of a block between two sums over its warps: as many as fit."""
+        rest, at_once = (self._room + 1024 - self._fixed(tokens)) // 2, self._shape.units if self._sliced else 1
+        return at_once * max(1, min(min(self.card.sum_bytes, rest) // self._least_sums(tokens), -(-units // at_once)))
 
     def slots(self, tokens: int, sums: int) -> int:
         """Slots of a block's ring of weight segments. sums: bytes of shared memory for sums."""
-        slot, fixed = self._slot(tokens), self._fixed(tokens) + sums
+        slot, fixed = self._slot, self._fixed(tokens) + sums
         most = self.card.max_shared_bytes
         slots = (min(SHARED_BYTES_BESIDE_NEXT, most) - fixed) // slot
-        if slots < 3 or (tokens > 1 and slots * slot < _MIN_BYTES_IN_FLIGHT):
+        if slots <= self._least_slots or (tokens > 1 and slots * slot < _MIN_BYTES_IN_FLIGHT):
             slots = (most - fixed) // slot
-        return max(2, min(slots, 24 if slot < self.unit * SEGMENT * 2 else 12))
+        slots = max(self._least_slots, min(slots, 24 if slot < self.unit * SEGMENT * 2 else 12))
+        return slots // WARPS * WARPS if self._sliced else slots
 
     def shared(self, tokens: int, group: int, units: int) -> tuple[int, int]:
         """Returns slots and bytes of shared memory of a block with so many units."""
-        shape = self._shape(tokens)
+        at_once, steps = 1, units * -(-self.columns // SEGMENT)
         if self._sliced:
-            once, each, steps = group >= units * self.split.slices, shape.bytes(self.unit), shape.steps
-        else:
-            once, each, steps = group >= units, self._least_sums(tokens), -(-self.columns // SEGMENT)
-        sums = (1 if once else 2) * group * each
-        slots = max(2, min(self.slots(tokens, sums), units * steps))
-        return slots, max(TWO_BLOCKS_SHARED_BYTES, self._fixed(tokens) + sums + slots * self._slot(tokens))
+            at_once = self._shape.units
+            steps = -(-units // at_once) * self._shape.steps * at_once
+        sums = (1 if group >= units else 2) * group // at_once * self._least_sums(tokens)
+        slots = max(2, min(self.slots(tokens, sums), steps))
+        return slots, max(TWO_BLOCKS_SHARED_BYTES, self._fixed(tokens) + sums + slots * self._slot)
 
     def _least_sums(self, tokens: int) -> int:
-        """Bytes of shared memory for the sums over each warp of what is summed at once, at least."""
-        if self._sliced:
-            shape = self._shape(tokens)
-            return shape.joined * shape.bytes(self.unit)
-        return WARPS * 8 * tokens * 4
+        """Bytes of shared memory for the sums of each warp of the units that are multiplied at once."""
+        return WARPS * (self.unit if self._sliced else 8) * tokens * 4
 
-    def _slot(self, tokens: int) -> int:
+    @property
+    def _slot(self) -> int:
         if self._sliced:
-            return self.unit * self._shape(tokens).line
+            return self.unit * self._shape.line
         return self.unit * (self.columns * 2 if self.columns <= SEGMENT else SEGMENT * 2 + 64)
 
     def _fixed(self, tokens: int) -> int:

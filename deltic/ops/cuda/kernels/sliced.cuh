@@ -2,236 +2,189 @@
 // y[t, n] = sum of x[t, k] * weight[n, k] for up to 16 tokens, where devices may have parts of the columns: as product.cuh,
 // but the order of a sum is that of deltic/ops/slices.py, whatever part of the columns the device has.
 //
-// A slice is cut into groups of 32 columns, counted from its first column on, and warp w has every 8th of them from the
-// w-th on. It multiplies them one after the other into one accumulator, which is zero before the first one. The sum of a
-// slice is that over the warps in their order; the slices' sums are added in pairs. No step of this depends on where the
-// slice lies or which others the device has. A slot of the ring is a piece of a slice or several slices side by side, so
-// that weights are copied in runs as long as elsewhere.
+// A warp multiplies a whole slice of a unit: groups of 32 columns, counted from the slice's first column on, one after the
+// other, even ones into one accumulator and odd ones into another one. The slices' sums are added in pairs. No step of this
+// depends on where the slice lies or which others the device has. Eight slices make a unit of a model on one device; of one
+// on several devices the eight warps multiply several units at once. Each warp has a ring of its own, of slots for pieces of
+// slices, so that no warp waits for the others before all units are multiplied.
 
 // The shape of a slot. SLICES: of the device. RUNS: a slice has a range of columns in each of so many equal runs.
-template <int K, int SLICES, int RUNS, int MOST> struct SliceShape {
-    static constexpr int UNIT = 16, WIDEST = 1024, RUN = K / RUNS, RANGE = slice_end(RUN / UNIT, SLICES, 0) * UNIT;
+template <int K, int SLICES, int RUNS, int ROWS> struct SliceShape {
+    static constexpr int UNIT = 16, WIDEST = 3584 / ROWS, RUN = K / RUNS, RANGE = slice_end(RUN / UNIT, SLICES, 0) * UNIT;
     static_assert(RUN % UNIT == 0 && K % RUNS == 0);
-    // all ranges are equal, and whole groups
-    static constexpr bool EQUAL = RUN % (SLICES * 32) == 0;
-    static constexpr int PIECES = (RANGE + WIDEST - 1) / WIDEST, PIECE = ((RANGE + PIECES - 1) / PIECES + 31) / 32 * 32;
-    static constexpr int PARTS = RUNS * PIECES;  // slots of a slice, if it has several
-    static constexpr int joined() {
-        int n = 1;
-        while (EQUAL && PARTS == 1 && 2 * n <= MOST && 2 * n <= SLICES && 2 * n * RANGE <= WIDEST) n *= 2;
-        return n;
-    }
-    static constexpr int JOINED = joined();  // slices of a slot
-    static constexpr int EACH = (PIECE / 32 + 7) / 8, LOADS = JOINED * EACH, WIDTH = JOINED * PIECE;
+    static constexpr int PIECES = (RANGE + WIDEST - 1) / WIDEST, PIECE = ((RANGE + PIECES - 1) / PIECES + 63) / 64 * 64;
+    static constexpr int PARTS = RUNS * PIECES;  // slots of a slice
+    // all ranges are equal, and whole pieces
+    static constexpr bool EQUAL = RUN == SLICES * PIECES * PIECE;
     // rows lie an odd number of 64 bytes apart, so that two of them are not in the same banks
-    static constexpr int LINE = WIDTH * 2 % 128 ? WIDTH * 2 : WIDTH * 2 + 64;
+    static constexpr int LINE = PIECE * 2 + 64;
     // Columns of part p of a slice: the first one, and how many.
     static DEVICE int first(int slice, int p) {
-        const int run = PIECES > 1 ? p / PIECES : p, piece = PIECES > 1 ? p - run * PIECES : 0;
-        return run * RUN + (EQUAL ? slice * RANGE : slice_begin(RUN / UNIT, SLICES, slice) * UNIT) + piece * PIECE;
+        const int run = p / PIECES;
+        return run * RUN + (EQUAL ? slice * RANGE : slice_begin(RUN / UNIT, SLICES, slice) * UNIT) + (p - run * PIECES) * PIECE;
     }
     static DEVICE int columns(int slice, int p) {
-        const int piece = PIECES > 1 ? p % PIECES : 0;
-        if constexpr (EQUAL && PIECES == 1) return WIDTH;
-        const int range = EQUAL ? RANGE : slice_end(RUN / UNIT, SLICES, slice) * UNIT - slice_begin(RUN / UNIT, SLICES, slice) * UNIT;
-        return max(0, min(PIECE, range - piece * PIECE));
+        if constexpr (EQUAL) return PIECE;
+        const int range = (slice_end(RUN / UNIT, SLICES, slice) - slice_begin(RUN / UNIT, SLICES, slice)) * UNIT;
+        return max(0, min(PIECE, range - p % PIECES * PIECE));
     }
 };
 
 // OUT: kAdd: y is added to; kPart: the sum of the device's slices is written to y. The other parameters are those of
-// `Multiplier`. `group` of `Product`: slices whose sums over the warps are made at once: all of some units, or a power of two.
+// `Multiplier`.
 template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS>
 struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
     using Base = Input<Product, K, false, HEAD, SLICE, kPaired>;
     using Base::a, Base::tid, Base::warp, Base::lane, Base::xs, Base::WARPS;
-    using Shape = SliceShape<K, SLICES, RUNS, FOURS == 1 ? 8 : 2>;
-    static constexpr int PARTS = Shape::PARTS, JOINED = Shape::JOINED, EACH = Shape::EACH, LOADS = Shape::LOADS,
-                         LINE = Shape::LINE, SLOT = ROWS * LINE, STEPS = SLICES / JOINED * PARTS;  // STEPS: slots of a unit
-    int count, lap = 0, slot = 0;
-    int slice = 0, part = 0;  // of the slot that is multiplied
-    u32 barrier, at, input;   // of the current slot: its barrier, the lane's first fragment; the lane's first one of x
-    char *ring;               // [slots, ROWS, LINE]
-    float *partial;           // [2, group, WARPS, T, ROWS]
+    using Shape = SliceShape<K, SLICES, RUNS, ROWS>;
+    static constexpr int PARTS = Shape::PARTS, LINE = Shape::LINE, SLOT = ROWS * LINE, UNITS = WARPS / SLICES;  // UNITS: at once
+    int count, lap = 0, slot = 0;  // slot: of the warp's ring, every 8th of all
+    u32 barriers, ring, input;     // input: a lane's column of x in the first group
+    float *partial;                // [2, group, SLICES, T, ROWS]
     float old = 0;
-    PairedSum paired;
 
     DEVICE SlicedMultiplier(const Product &args, char *shared) : Base(args, (float *)(shared + 512)) {
         count = a.whole + (blockIdx.x < a.rest);
-        ring = shared + 1024;
-        xs = ring + a.slots * SLOT;
+        xs = shared + 1024 + a.slots * SLOT;
         partial = (float *)(xs + K * 2 * a.tokens);
-        barrier = shared_address(shared);
-        at = shared_address(ring) + (lane >> 2) % ROWS * LINE + warp * 64 + (lane & 3) * 16;
+        barriers = shared_address(shared);
+        ring = shared_address(shared + 1024);
         input = shared_address(xs) + (lane >> 2 & 1) * 8;
     }
     DEVICE void next() {
-        at += SLOT, barrier += 8;
-        if (++slot == a.slots) slot = 0, lap ^= 1, at -= a.slots * SLOT, barrier -= a.slots * 8;
+        if ((slot += WARPS) >= a.slots) slot -= a.slots, lap ^= 1;
     }
-    // The copying warp: all slots in the order in which they are multiplied; the first ones need no room to be made.
+    // The copying warp: pieces for all warps in turns; the first ones of each need no room to be made.
     DEVICE void copy_all() {
         const u64 policy = read_once();
-        const int total = count * STEPS, early = min(a.slots, total), empty = 8 * a.slots;
+        const int rounds = (count + UNITS - 1) / UNITS * PARTS, early = min(a.slots / WARPS, rounds), empty = 8 * a.slots;
         if (lane == 0) {
-            for (int i = 0; i < a.slots; ++i) init_barrier(barrier + 8 * i, COPIERS), init_barrier(barrier + empty + 8 * i, WARPS);
+            for (int i = 0; i < a.slots; ++i) init_barrier(barriers + 8 * i, COPIERS), init_barrier(barriers + empty + 8 * i, 1);
             publish_barriers();
         }
         __syncwarp();
-        at = shared_address(ring) + lane * LINE;
-        int done = 0;
-        for (int unit = 0; unit < count; ++unit) {
-            const int row = min((int(blockIdx.x) + unit * int(gridDim.x)) * ROWS + lane, a.rows - 1);
-            const char *const from = (const char *)a.weight + i64(row) * (K * 2);
-            for (int s = 0; s < SLICES; s += JOINED)
-                for (int p = 0; p < PARTS; ++p, ++done) {
-                    if (done == early) __syncthreads();  // the barriers are there
-                    if (done >= early) await_barrier(barrier + empty, lap ^ 1);
-                    const int bytes = Shape::columns(s, p) * 2;
+        int round = 0;
+        for (int unit = 0; unit < count; unit += UNITS)
+            for (int p = 0; p < PARTS; ++p, ++round, next()) {
+                if (round == early) __syncthreads();  // the barriers are there
+                for (int n = 0; n < min(UNITS, count - unit) * SLICES; ++n) {
+                    const u32 barrier = barriers + 8 * (slot + n);
+                    if (round >= early) await_barrier(barrier + empty, lap ^ 1);
+                    const int row = (int(blockIdx.x) + (unit + n / SLICES) * int(gridDim.x)) * ROWS + lane;
+                    const int slice = n % SLICES, bytes = Shape::columns(slice, p) * 2;
+                    const char *const from = (const char *)a.weight + i64(min(row, a.rows - 1)) * (K * 2);
                     if (lane == 0) expect_bytes(barrier, bytes * ROWS);
                     __syncwarp();
-                    COPY_EACH(lane < ROWS && bytes > 0, at, from + Shape::first(s, p) * 2, bytes, barrier, policy);
+                    COPY_EACH(lane < ROWS && bytes > 0, ring + (slot + n) * SLOT + lane * LINE,
+                              from + Shape::first(slice, p) * 2, bytes, barrier, policy);
                     end_copies(barrier);
-                    next();
                 }
-        }
-        if (early == total) __syncthreads();
+            }
+        if (early == rounds) __syncthreads();
         await_own_copies();
     }
-    // Whether a warp has an i-th group of a part of so many columns.
-    DEVICE bool exists(int i, int columns) const {
-        if constexpr (Shape::EQUAL && Shape::PIECES == 1 && Shape::PIECE % 256 == 0) return true;
-        return (i * WARPS + warp) * 32 < (Shape::EQUAL && Shape::PIECES == 1 ? Shape::PIECE : columns);
-    }
-    // A lane's fragments of the current slot, when they are there.
-    DEVICE void load_slot(uint4 (&v)[LOADS]) {
-        await_barrier(barrier, lap);
-        __syncwarp();
+    // Products of a part of a slice. d: of four tokens each, of even and odd groups.
+    DEVICE void multiply_part(float (&d)[FOURS][2][4], int slice, int p) {
+        constexpr int AHEAD = FOURS == 1 ? 4 : 2;  // groups that come to registers at once
+        const int columns = Shape::columns(slice, p), groups = Shape::EQUAL ? Shape::PIECE / 32 : (columns + 31) / 32;
+        const int column = Shape::first(slice, p) + (lane & 3) * 8;
+        const u32 from = input + column / 32 * a.tokens * 64 + column % 32 * 2, barrier = barriers + 8 * slot;
+        const u32 at = ring + slot * SLOT + (lane >> 2) % ROWS * LINE + (lane & 3) * 16;
+        const auto multiply_groups = [&](int first) {
+            uint4 w[AHEAD];
+            uint2 x[AHEAD][FOURS];
 #pragma unroll
-        for (int j = 0; j < LOADS; ++j) {
-            if (exists(j % EACH, Shape::PIECE)) v[j] = load_shared(at + j / EACH * (Shape::RANGE * 2) + j % EACH * (WARPS * 64));
-        }
-        next();
-    }
-    // As of `Multiplier`.
-    DEVICE void release(bool more, const uint4 (&v)[LOADS]) {
-        u32 loaded = 0;
+            for (int i = 0; i < AHEAD; ++i) {
+                const int group = first + i;
+                if (group >= groups) continue;
+                const bool mine = Shape::EQUAL || group * 32 + (lane & 3) * 8 < columns;  // a slice may end within a group
+                w[i] = mine ? load_shared(at + group * 64) : make_uint4(0, 0, 0, 0);
 #pragma unroll
-        for (int j = 0; j < LOADS; ++j) {
-            if (exists(j % EACH, Shape::PIECE)) loaded |= v[j].x;
-        }
-        __syncwarp();
-        if (lane == 0) {
-            const int before = 1 + more;
-            arrive_barrier(barrier + 8 * (a.slots - before + (slot < before ? a.slots : 0)) + (loaded & threadIdx.z));
-        }
-    }
-    // Products of a slot with four tokens from 4 * four on; those that do not exist are the last one. to: of the slot's
-    // first slice.
-    DEVICE void multiply_slot(float (&d)[4], int four, const uint4 (&v)[LOADS], float *to) {
-        const int token = min(4 * four + (lane >> 3), a.tokens - 1), columns = Shape::columns(slice, part);
-        const int column = Shape::first(slice, part) + warp * 32 + (lane & 3) * 8, own = 4 * four + (lane & 3);
-        const u32 from = input + (column / 32 * a.tokens + token) * 64 + column % 32 * 2;
-        uint2 f[LOADS];
-#pragma unroll
-        for (int j = 0; j < LOADS; ++j) {
-            f[j] = make_uint2(0, 0);
-            if (exists(j % EACH, columns) && has_column(j % EACH, columns))
-                f[j] = load_shared2(from + (j / EACH * (Shape::RANGE / 32) + j % EACH * WARPS) * 64 * a.tokens);
-        }
-#pragma unroll
-        for (int m = 0; m < JOINED; ++m) {
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) {
-                const int j = m * EACH + i;
-                if (exists(i, columns)) {
-                    const uint4 w = has_column(i, columns) ? v[j] : make_uint4(0, 0, 0, 0);
-                    multiply(d, w.x, w.y, w.z, w.w, f[j].x, f[j].y);
+                for (int four = 0; four < FOURS; ++four) {
+                    // of tokens that do not exist, the last one
+                    const u32 token = from + (group * a.tokens + min(4 * four + (lane >> 3), a.tokens - 1)) * 64;
+                    x[i][four] = make_uint2(0, 0);
+                    if (mine && (four == 0 || 4 * four < a.tokens)) x[i][four] = load_shared2(token);
                 }
             }
-            if (PARTS > 1 && part < PARTS - 1) continue;
-            if (own < a.tokens && (lane >> 2) < ROWS) to[m * (WARPS * a.tokens * ROWS) + own * ROWS + (lane >> 2)] = d[0] + d[3];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) d[i] = 0;
+            for (int i = 0; i < AHEAD; ++i)
+                if (first + i < groups)
+#pragma unroll
+                    for (int four = 0; four < FOURS; ++four)
+                        if (four == 0 || 4 * four < a.tokens)
+                            multiply(d[four][i % 2], w[i].x, w[i].y, w[i].z, w[i].w, x[i][four].x, x[i][four].y);
+        };
+        await_barrier(barrier, lap);
+        __syncwarp();
+        if constexpr (Shape::EQUAL && FOURS == 1) {
+#pragma unroll
+            for (int group = 0; group < Shape::PIECE / 32; group += AHEAD) multiply_groups(group);
+        } else {
+#pragma unroll 1
+            for (int group = 0; group < groups; group += AHEAD) multiply_groups(group);
         }
+        __syncwarp();
+        if (lane == 0) arrive_barrier(barrier + 8 * a.slots);  // all that the slot held was multiplied
+        next();
     }
-    // Whether a lane's columns of a group are the part's: a slice may end in the middle of one.
-    DEVICE bool has_column(int i, int columns) const {
-        return Shape::EQUAL || (i * WARPS + warp) * 32 + (lane & 3) * 8 < columns;
-    }
-    // Products of so many slices. While a slot is multiplied the next one comes to registers.
-    DEVICE void multiply_slices(int slices, float *to) {
+    // Products of so many units.
+    DEVICE void multiply_units(int units, float *to) {
+        const int own = warp / SLICES, slice = warp % SLICES;
         to += warp * a.tokens * ROWS;
-        const int total = slices / JOINED * PARTS, each = JOINED * WARPS * ROWS * a.tokens;
-        int n = 0;
-        float d[FOURS][4] = {};
-        const auto advance = [&](const uint4 (&v)[LOADS], uint4 (&following)[LOADS]) {
-            const bool more = ++n < total;
-            if (more) load_slot(following);
+#pragma unroll 1
+        for (int unit = 0; unit < units; unit += UNITS, to += WARPS * a.tokens * ROWS) {
+            const bool exists = UNITS == 1 || unit + own < units;
+            float d[FOURS][2][4] = {};
+#pragma unroll 1
+            for (int p = 0; p < PARTS && exists; ++p) multiply_part(d, slice, p);
 #pragma unroll
             for (int four = 0; four < FOURS; ++four) {
-                if (four == 0 || 4 * four < a.tokens) multiply_slot(d[four], four, v, to);
+                const int token = 4 * four + (lane & 3);
+                if (exists && token < a.tokens && (lane >> 2) < ROWS)
+                    to[token * ROWS + (lane >> 2)] = (d[four][0][0] + d[four][0][3]) + (d[four][1][0] + d[four][1][3]);
             }
-            release(more, v);
-            if (PARTS == 1 || ++part == PARTS) {
-                part = 0, to += each;
-                if ((slice += JOINED) == SLICES) slice = 0;
-            }
-        };
-        uint4 v[2][LOADS];
-        load_slot(v[0]);
-#pragma unroll 1
-        while (n < total) {
-            advance(v[0], v[1]);
-            if (n < total) advance(v[1], v[0]);
         }
     }
-    // Of a thread: its slice of those that are summed at once, `slices` of each unit; and of which unit, token and row.
-    struct Place {
-        int slice, unit, token, row;
-    };
-    DEVICE Place place_of(int slices) const {
-        const int number = tid >> __popc(slices - 1), of = number / ROWS, unit = (of * a.inverse) >> 16;
-        return {tid & (slices - 1), unit, of - unit * a.tokens, number % ROWS};
+    // Where the sum of a number belongs: of units from the first one on, their tokens and their rows.
+    DEVICE float *place_in_y(int first, int number) const {
+        const int of = number / ROWS, unit = (of * a.inverse) >> 16, token = of - unit * a.tokens;
+        const int row = (int(blockIdx.x) + (first + unit) * int(gridDim.x)) * ROWS + number % ROWS;
+        return row < a.rows ? (float *)a.y + i64(token) * a.rows + row : nullptr;
     }
-    DEVICE float *place_in_y(const Place &p, int unit) const {
-        const int column = (int(blockIdx.x) + unit * int(gridDim.x)) * ROWS + p.row;
-        return column < a.rows ? (float *)a.y + i64(p.token) * a.rows + column : nullptr;
-    }
-    // What a thread's next sum is added to. first: the unit from which on sums are made.
-    DEVICE void load_old(int first, int units, int slices) {
-        const Place p = place_of(slices);
-        if (p.unit < units && p.slice == 0)
-            if (float *const y = place_in_y(p, first + p.unit)) old = load(y);
-    }
-    // The sums of the slices from `begin` on, `slices` of each unit.
-    DEVICE void finish(int first, int units, int begin, int slices, const float *from) {
-        const Place p = place_of(slices);
-        const bool own = p.unit < units;
-        float v = 0;
-        if (own) {
-            const int stride = a.tokens * ROWS;
-            from += (p.unit * slices + p.slice) * WARPS * stride + p.token * ROWS + p.row;
-            v = from[0];
+    DEVICE void finish(int first, int units, const float *from) {
+        const int stride = a.tokens * ROWS;
+        for (int number = tid; number < units * stride; number += WARPS * 32) {
+            const int unit = (number / ROWS * a.inverse) >> 16;
+            const float *const own = from + number + unit * (SLICES - 1) * stride;
+            float v[SLICES];
 #pragma unroll
-            for (int i = 1; i < WARPS; ++i) v += from[i * stride];
+            for (int i = 0; i < SLICES; ++i) v[i] = own[i * stride];
+#pragma unroll
+            for (int apart = 1; apart < SLICES; apart *= 2)
+#pragma unroll
+                for (int i = 0; i < SLICES; i += 2 * apart) v[i] += v[i + apart];
+            if (float *const y = place_in_y(first, number)) {
+                if (OUT == kAdd && (first || number != tid)) old = load(y);
+                *y = OUT == kAdd ? old + v[0] : v[0];
+            }
         }
-        if (!paired.add(v, begin, slices, SLICES) || !own || p.slice) return;
-        if (float *const y = place_in_y(p, first + p.unit)) *y = OUT == kAdd ? old + v : v;
     }
     DEVICE void run() {
-        const int each = WARPS * ROWS * a.tokens, slices = min(a.group, SLICES), most = max(1, a.group / SLICES);
-        for (int unit = 0, turn = 0; unit < count; unit += most) {
-            const int units = min(most, count - unit);
-            for (int begin = 0; begin < SLICES; begin += slices, turn ^= 1) {
-                float *const to = partial + turn * a.group * each;
-                if (OUT == kAdd && begin == 0 && unit) load_old(unit, units, slices);
-                multiply_slices(units * slices, to);
-                this->meet();
-                finish(unit, units, begin, slices, to);
-            }
+        const int each = SLICES * ROWS * a.tokens;
+        for (int unit = 0, turn = 0; unit < count; unit += a.group, turn ^= 1) {
+            const int units = min(a.group, count - unit);
+            float *const to = partial + turn * a.group * each;
+            multiply_units(units, to);
+            this->meet();
+            finish(unit, units, to);
         }
     }
-    DEVICE void load_first() { load_old(0, min(max(1, a.group / SLICES), count), min(a.group, SLICES)); }
+    // What a thread's first sum is added to.
+    DEVICE void load_first() {
+        if (tid < min(a.group, count) * a.tokens * ROWS)
+            if (float *const y = place_in_y(0, tid)) old = load(y);
+    }
 };
 
 // Blocks of 8 warps that multiply and one that copies.
@@ -239,6 +192,7 @@ template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, 
     extern __shared__ __align__(128) char shared[];
     SlicedMultiplier<K, OUT, FOURS, ROWS, HEAD, SLICE, SLICES, RUNS> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
+    m.slot = m.warp;
     __syncthreads();
     launch_dependents();
     wait();
