@@ -114,6 +114,14 @@ class WeightReader:
             return packed_sizes(files.gguf, self.source.config, quantized.packed_bytes)
         return weight_sizes(self.source.config, self.dtype, self._scheme)
 
+    def shard_bytes(self) -> int:
+        """Returns the bytes of the text model's weights on the device that has the most."""
+        shapes, found = expected_tensors(self.source.config), [0] * len(self._forms)
+        for name, nbytes in self.sizes().items():
+            for device, part in self._split.own(name, shapes[name]):
+                found[device] += nbytes * prod(part.shape(shapes[name])) // prod(shapes[name])
+        return max(found)
+
     def tower_bytes(self) -> int:
         """Returns the bytes of the vision tower, if it will be read."""
         files, options = self.source.files, self.options
