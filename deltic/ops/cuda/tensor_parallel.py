@@ -177,6 +177,11 @@ class ShardedStep:
         self.devices = tuple(step.device for step in steps)
         self.follow: Callable[[int, Batch, Tensor], None] | None = None
 
+    def check(self) -> None:
+        """Raises UnavailableError if a device waited for another one in vain in an earlier step. Waits for none."""
+        if isinstance(self.exchange, PeerExchange):
+            self.exchange.check()
+
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
         found = self.run([batch_on(batch, device) for device in self.devices])
         return None if found is None else self.joined(found)
