@@ -22,7 +22,7 @@ LINES = {
     "export": 3950,
     "loader": 6150,
     "model": 1170,
-    "ops": 11300,
+    "ops": 11320,
     "runner": 4095,
     "server": 8150,
     "spec_decode": 1110,
