@@ -267,9 +267,9 @@ def _speculate(runtime: ModelRunner, args: argparse.Namespace, batch: int) -> No
 def _all_replays(runtime: ModelRunner) -> dict[str, float]:
     """Microseconds of every graph of steps and drafts, replayed again and again."""
     assert isinstance(runtime.graphs, CudaGraphs) and runtime.mtp_runner and runtime.mtp_runner._step
-    head: Any = runtime.mtp_runner._step.follow
+    head: Any = runtime.mtp_runner._step.record
     known = {f"step {bucket}": found.graph for bucket, found in runtime.graphs._captured.items()}
-    known |= {f"drafts {bucket}": found.graph for bucket, found in head.__self__._known.items()}
+    known |= {f"drafts {bucket}": found.graphs[0] for bucket, found in head.__self__._known.items()}
     return {name: _time(graph.replay) for name, graph in known.items()}
 
 
