@@ -134,7 +134,8 @@ def test_many_sums_in_a_row(devices: Devices) -> None:
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]} {place[1]}")
 def test_a_device_that_never_comes(place: tuple[int, str]) -> None:
-    """The others end in time, say who was missing, and give NaN; later sums do not wait."""
+    """The others end in time, say who was missing, and give NaN; later sums do not wait,
+    and are right after the check."""
     devices, last = Devices(*place, seconds=0.3), place[0] - 1
     devices.run(devices.add)
     devices.fill(1)
@@ -145,11 +146,16 @@ def test_a_device_that_never_comes(place: tuple[int, str]) -> None:
                 devices.add(rank)
     devices.wait()
     assert 0.25 < time.monotonic() - began < 2
+    assert int(devices.sums._reports[0, 0]) == 1 + last
     with pytest.raises(UnavailableError, match="in vain"):
         devices.sums.check()
-    assert int(devices.sums._reports[0, 0]) == 1 + last
     for found in devices.residuals[:last]:
         assert bool(found.isnan().all())
+    parts, residual = devices.fill(2)
+    for _ in range(3):
+        devices.run(devices.add)
+        residual += tree_sum(parts)
+    assert all(torch.equal(found.cpu(), residual) for found in devices.residuals), "the sums did not begin again"
 
 
 def test_bad_numbers_of_devices() -> None:

@@ -262,7 +262,7 @@ def test_steps_are_reproducible(model: str, tokens: int, monkeypatch: pytest.Mon
         monkeypatch.setattr(owner, name, call)
 
     for owner, names in (
-        (DecodeStep, ("linear", "normed", "feed_forward", "head")),
+        (DecodeStep, ("linear", "normed", "_gated", "head")),
         (PrefillStep, ("_gdn", "_attention")),
     ):
         for name in names:

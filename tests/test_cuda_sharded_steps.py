@@ -26,7 +26,7 @@ from deltic.ops.cuda.tensor_parallel import PartialSum, ShardedLogits, ShardedSt
 from deltic.ops.slices import tree_sum
 from deltic.ops.types import CacheViews, Weight
 from deltic.params import PAGE
-from deltic.runner.input_batch import build
+from deltic.runner.input_batch import build, step_of
 
 UNITS_APART = True
 __test__ = torch.cuda.is_available()
@@ -58,11 +58,12 @@ class OneGpu:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[PlannedRow], all_logits: bool = False) -> Tensor:
-        found = self.step(build(StepPlan(tuple(rows)), DEVICE, all_logits))
+        batch = build(StepPlan(tuple(rows)), DEVICE, all_logits)
+        found = self.step(step_of(batch.padded) if batch.padded else batch)  # as graphs do
         assert found, "the kernels do not serve the step"
         logits = found[0]
         assert isinstance(logits, ShardedLogits)
-        return logits.whole.clone()
+        return logits.whole[:batch.layout.logits].clone()
 
 
 @lru_cache(2)

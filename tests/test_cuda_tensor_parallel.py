@@ -27,6 +27,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.cuda.mtp import DraftHeads
+from deltic.ops.cuda.tensor_parallel import PeerExchange, ShardedStep
 from deltic.ops.types import Drafted
 from deltic.params import PAGE, EngineRequest
 from deltic.runner.input_batch import build
@@ -297,3 +298,23 @@ def test_a_device_that_is_late_changes_nothing(tp: int, depth: int) -> None:
             engine.check()
         answers.append(found(events))
     same(answers[0], answers[1], exact=True)
+
+
+@each_degree
+def test_a_device_that_does_not_come_ends_requests_and_later_ones_are_served(tp: int) -> None:
+    runtime = small_runtime(runtime_of("0.8b", tp, batch_invariant=True, speculate="off"), batch=4, pages=200)
+    engine, found = Engine(runtime), list[Any]()
+    assert isinstance(runtime.step, ShardedStep) and isinstance(runtime.step.exchange, PeerExchange)
+    sums, prompt = runtime.step.exchange._sums, numbers(5, 40, runtime.config.vocab_size)
+    for turn in range(3):
+        if turn == 1:  # as the kernel reports it
+            wait()
+            sums._reports[0, 0] = 2
+            for state in sums._states:
+                state[2] = 1
+        engine.add(greedy(prompt, 8, str(turn)))
+        found.append(drain(engine)[str(turn), 0])
+        engine.check()
+    before, lost, after = found
+    assert lost.last.finish == "error" and "waited for device cuda:1 in vain" in str(lost.last.error)
+    assert after.last.finish == before.last.finish == "length" and after.tokens == before.tokens

@@ -18,18 +18,18 @@ LINES = {
     "cli": 4930,
     "config": 1740,
     "embeddings": 2600,
-    "engine": 3400,
+    "engine": 3420,
     "export": 3950,
     "loader": 6150,
     "model": 1170,
-    "ops": 11300,
-    "runner": 4000,
+    "ops": 11320,
+    "runner": 4095,
     "server": 8150,
     "spec_decode": 1110,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 257
+FILES_AT_MOST = 258
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

@@ -28,7 +28,7 @@ from deltic.ops.cuda.tensor_parallel import (
     together,
 )
 from deltic.ops.slices import tree_sum
-from deltic.ops.types import Batch, Sampling
+from deltic.ops.types import Batch, PreparesPrompts, Sampling
 from deltic.runner.input_batch import decoding
 
 DEVICES = [torch.device("cuda", index) for index in range(4)]
@@ -100,6 +100,7 @@ class Step:
     rank: int
     serves: bool = True
     seen: list[Batch] = field(default_factory=list)
+    prepared: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -107,6 +108,9 @@ class Step:
 
     def launches(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]] | None:
         return self._launches(batch) if self.serves else None
+
+    def prepare_prompts(self, most: int) -> None:
+        self.prepared = most
 
     def _launches(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]]:
         self.seen.append(batch)
@@ -128,6 +132,14 @@ def test_the_head_follows_on_each_device(order: list[str]) -> None:
     assert [rank for rank, _, _ in followed] == [0, 1] and order.index("sum") < len(order) - 2
     for (_, own, hidden), step in zip(followed, steps, strict=True):
         assert own is step.seen[-1] and torch.equal(hidden, found[1])
+
+
+def test_all_devices_prepare_for_prompts() -> None:
+    steps = [Step(rank) for rank in range(2)]
+    sharded = ShardedStep(steps, exchange_into([]))
+    assert isinstance(sharded, PreparesPrompts)
+    sharded.prepare_prompts(500)
+    assert [step.prepared for step in steps] == [500] * 2
 
 
 def test_a_batch_that_a_device_does_not_serve_is_not_begun(order: list[str]) -> None:

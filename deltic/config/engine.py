@@ -92,7 +92,8 @@ class EngineConfig:
         "auto", "tensor parallel: devices over which the model is split, GPUs with neighbouring numbers from that of "
         "--device on; answers have the same bits with any number (on GPUs those of decode steps of up to 16 rows, and "
         "all with --batch-invariant). On a CPU the devices are virtual, to test and study that: the memory for weights "
-        "and cache stays the same, and steps take longer. auto: 1", choices=("auto", "1", "2", "4", "8"))
+        "and cache stays the same, and steps take longer. auto: with --device cuda the fewest GPUs that hold the "
+        "weights and a context of --max-context, otherwise 1", choices=("auto", "1", "2", "4", "8"))
     ops: tuple[str, ...] = _device(
         (), "backend of an op: OP=BACKEND such as mlp=reference, or BACKEND for all")
     debug_layers: bool = _device(False, "log statistics of every layer's output in every step (slow)")

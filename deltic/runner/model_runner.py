@@ -266,6 +266,8 @@ class ModelRunner:
         """As `run`; also returns the hidden states [T, H] float32 of all tokens after the final norm, if the batch asks
         for them."""
         use_torch_threads(self.decoder.ops, self.threads)
+        if isinstance(self.step, ShardedStep):
+            self.step.check()
         if batch.padded is not None:
             self.pools.wait()
         for offload in (self.experts, self.layers):

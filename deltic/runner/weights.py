@@ -40,6 +40,7 @@ from deltic.ops.cuda import quantized
 from deltic.ops.cuda.expert_offload import PinnedExpertStore, pinned_form
 from deltic.ops.cuda.layer_offload import host_layer_form
 from deltic.ops.cuda.quantized_moe import knows_packed
+from deltic.ops.parts import Split
 from deltic.ops.quantized import PackedForm, host_form
 from deltic.ops.types import Weight
 from deltic.params import Auto, Draft, Mtp
@@ -113,6 +114,10 @@ class WeightReader:
         if files and files.gguf and self.tiled:
             return packed_sizes(files.gguf, self.source.config, quantized.packed_bytes)
         return weight_sizes(self.source.config, self.dtype, self._scheme)
+
+    def shard_bytes(self) -> int:
+        """Returns the bytes of the text model's weights on the device that has the most."""
+        return largest_part(self.sizes(), self.source.config, self._split)
 
     def tower_bytes(self) -> int:
         """Returns the bytes of the vision tower, if it will be read."""
@@ -295,6 +300,15 @@ def check_gpus(config: ModelConfig, options: EngineConfig, dtype: DType, packed:
     if packed and config.experts:
         raise ConfigError(f"tp={options.tp} is not possible on GPUs with quantized experts: use tp=1, or weights in "
                           "bfloat16 (packed_weights='off' makes them from a quantized file)", "tp")
+
+
+def largest_part(sizes: Mapping[str, int], config: ModelConfig, split: Split) -> int:
+    """Returns the bytes of weights on the device that has the most. sizes: of whole weights, by name."""
+    shapes, found = expected_tensors(config), [0] * len(split.devices)
+    for name, nbytes in sizes.items():
+        for device, part in split.own(name, shapes[name]):
+            found[device] += nbytes * prod(part.shape(shapes[name])) // prod(shapes[name])
+    return max(found)
 
 
 def packed_form(options: EngineConfig, device: str) -> PackedForm:

@@ -66,11 +66,22 @@ class AllReduce:
             limit=self._limit, cells=cells, room=self._room, rank=rank))
 
     def check(self) -> None:
-        """Raises UnavailableError if a device did not come in time. Residuals are NaN since then; make a new object."""
+        """Raises UnavailableError if a device did not come in time. Residuals have been NaN since then. Waits for all
+        devices in this case; later sums are right."""
         for rank, report in enumerate(self._reports[:, 0].tolist()):
             if report:
+                self._start()
                 raise UnavailableError(
                     f"device {self.devices[rank]} waited for device {self.devices[report - 1]} in vain for "
                     f"{self._limit / 1e9:g} s")
+
+    def _start(self) -> None:
+        """Lets all devices begin with the first sum."""
+        for device in set(self.devices):
+            torch.cuda.synchronize(device)
+        for memory in (*self._memory, *self._states, self._reports):
+            memory.zero_()
+        for device in set(self.devices):
+            torch.cuda.synchronize(device)
 
 

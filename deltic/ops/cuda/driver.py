@@ -305,7 +305,14 @@ class DeviceMemory:
         with torch.cuda.device(device):
             torch.cuda.synchronize()
             _check(_driver().cuMemAlloc_v2(byref(self._at), c_size_t(nbytes)))
-            _check(_driver().cuMemsetD8_v2(self._at, 0, c_size_t(nbytes)))
+        self._nbytes = nbytes
+        self.zero_()
+
+    def zero_(self) -> None:
+        """Waits for the device."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            _check(_driver().cuMemsetD8_v2(self._at, 0, c_size_t(self._nbytes)))
             torch.cuda.synchronize()
 
     def data_ptr(self) -> int:

@@ -164,6 +164,9 @@ class DeviceStep(Protocol):
     def launches(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]] | None:
         """Returns the launches of a step, as `Ops.step` without calling them; None if it is not served."""
 
+    def prepare_prompts(self, most: int) -> None:
+        """As `PreparesPrompts`."""
+
 
 class ShardedStep:
     """Computes the logits of a batch on several devices. The batch and the result are on the first one.
@@ -177,9 +180,20 @@ class ShardedStep:
         self.devices = tuple(step.device for step in steps)
         self.follow: Callable[[int, Batch, Tensor], None] | None = None
 
+    def check(self) -> None:
+        """Raises UnavailableError if a device waited for another one in vain in an earlier step. Waits for none."""
+        if isinstance(self.exchange, PeerExchange):
+            self.exchange.check()
+
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
         found = self.run([batch_on(batch, device) for device in self.devices])
         return None if found is None else self.joined(found)
+
+    def prepare_prompts(self, most: int) -> None:
+        """As `PreparesPrompts`, on each device."""
+        for step in self._steps:
+            with torch.cuda.device(step.device):
+                step.prepare_prompts(most)
 
     def run(self, batches: Sequence[Batch]) -> list[tuple[Tensor, Tensor | None]] | None:
         """Launches a step, given its batch on each device. Returns each device's logits, of its part of the vocabulary,
