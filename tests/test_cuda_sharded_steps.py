@@ -32,6 +32,8 @@ UNITS_APART = True
 __test__ = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0)
 MODELS = {name: RandomModel(f"qwen3.5-{name}", 4, initializer_range=0.05) for name in ("0.8b", "4b", "35b-a3b")}
+ROUNDING = {name: 0.1 if model.config.experts else 0.03 for name, model in MODELS.items()}
+"""Error of logits that other orders of sums may make. Rounding gives some tokens of a mixture other experts."""
 PAGES, ALL_PAGES, SLOTS = 4, 600, 131
 """Pages of a row, and of all; slots."""
 each_model = pytest.mark.parametrize("name", MODELS)
@@ -101,6 +103,7 @@ def content_of(config: ModelConfig, rows: int) -> tuple[dict[str, Tensor], dict[
     return prefix, {name: 0.3 * tensor for name, tensor in state.items()}
 
 
+@torch.inference_mode()
 def fill(model: OneGpu, rows: int) -> list[PlannedRow]:
     """Writes random K/V and states; returns rows over them."""
     pools, config = model.pools, model.config
@@ -145,7 +148,7 @@ def test_steps_of_many_rows_are_those_of_one_device_up_to_rounding(name: str, tp
         first, second = (model.run(fill(model, rows)) for _ in range(2))
         assert torch.equal(first, second), count
         found.append(first)
-    assert error(found[1], found[0]) < 0.03
+    assert error(found[1], found[0]) < ROUNDING[name]
 
 
 @each_degree
@@ -159,4 +162,4 @@ def test_prompts_are_those_of_one_device_up_to_rounding(name: str, tp: int, toke
         ids = numbers(3, tokens, model.config.vocab_size)
         found.append(model.run([PlannedRow(tuple(ids), 0, tuple(range(-(-tokens // PAGE))), 0, 1)], all_logits=True))
         assert len(found[-1]) == tokens and bool(found[-1].isfinite().all())
-    assert error(found[1], found[0]) < 0.03
+    assert error(found[1], found[0]) < ROUNDING[name]

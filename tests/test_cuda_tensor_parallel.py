@@ -44,6 +44,8 @@ OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "memory": "512
                            "max_context": 1024, "speculate": "mtp:3"}
 NAMES = "0.8b", "4b", "35b-a3b"
 MODELS = {name: RandomModel(f"qwen3.5-{name}", 4, initializer_range=0.05, head=True) for name in NAMES}
+ROUNDING = {name: 0.1 if model.config.experts else 0.03 for name, model in MODELS.items()}
+"""Error of logits that other orders of sums may make. Rounding gives some tokens of a mixture other experts."""
 PAGES = 4
 """Pages of a row."""
 each_degree = pytest.mark.parametrize("tp", [tp for tp in (2, 4) if tp <= COUNT])
@@ -117,7 +119,7 @@ def test_prompts_are_those_of_one_device_up_to_rounding(name: str, tp: int) -> N
     one, several = (session_over(runtime_of(name, count), batch=1, context=1024).prefill(tokens, all_logits=True)
                     for count in (1, tp))
     error = float((one - several).norm() / one.norm())
-    assert error < 0.03, error
+    assert error < ROUNDING[name], error
 
 
 # Steps from equal states
@@ -189,7 +191,7 @@ def test_steps_of_many_rows_are_those_of_one_device_up_to_rounding(name: str, tp
             batch = build(plan, runtime.device, hidden=True, verified=runtime.capabilities.verifies)
             found.append(runtime.run(batch).cpu())
     error = float((found[-1] - found[0]).norm() / found[0].norm())
-    assert torch.equal(found[2], found[3]) and error < 0.03, error
+    assert torch.equal(found[2], found[3]) and error < ROUNDING[name], error
 
 
 def tokens_of(drafted: Drafted, rows: int) -> Tensor:

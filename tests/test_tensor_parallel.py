@@ -64,6 +64,7 @@ from deltic.loader.quantize import quantized
 from deltic.model.tensor_parallel import check_degree
 from deltic.ops.capabilities import check_devices
 from deltic.ops.cpu import missing
+from deltic.ops.cuda.quantized import tiles_of
 from deltic.ops.memory import Arena
 from deltic.ops.quantized import QTensor, host_form, pack_tensor
 from deltic.params import EngineRequest
@@ -431,4 +432,13 @@ def test_rows_of_packed_matrices_are_views(type: str) -> None:
     numbers = whole.dequantize()
     assert torch.equal(whole.row_view(16, 48).dequantize(), numbers[16:48])
     assert torch.equal(whole.row_view(48, 70).dequantize(), numbers[48:])
+    assert whole.row_view(16, 48).data.untyped_storage().data_ptr() == whole.data.untyped_storage().data_ptr()
+
+
+def test_rows_of_tiles_are_views() -> None:
+    """As they are on GPUs."""
+    numbers = torch.randn(70, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    whole = tiles_of(numbers)
+    assert torch.equal(whole.row_view(16, 48).dequantize(), numbers[16:48].float())
+    assert torch.equal(whole.row_view(48, 70).dequantize(), numbers[48:].float())
     assert whole.row_view(16, 48).data.untyped_storage().data_ptr() == whole.data.untyped_storage().data_ptr()

@@ -126,7 +126,7 @@ class Multiply:
         slot, fixed = self._slot, self._fixed(tokens) + sums
         most = self.card.max_shared_bytes
         slots = (min(SHARED_BYTES_BESIDE_NEXT, most) - fixed) // slot
-        if slots <= self._least_slots or (tokens > 1 and slots * slot < _MIN_BYTES_IN_FLIGHT):
+        if slots < max(self._least_slots, 3) or (tokens > 1 and slots * slot < _MIN_BYTES_IN_FLIGHT):
             slots = (most - fixed) // slot
         slots = max(self._least_slots, min(slots, 24 if slot < self.unit * SEGMENT * 2 else 12))
         return slots // WARPS * WARPS if self._sliced else slots

@@ -8,7 +8,7 @@ from deltic.ops.cuda.layout import WARPS
 from deltic.ops.slices import PLAIN_UNIT, SLICES
 from deltic.ops.types import GdnSpec
 
-_WEIGHTS, _PIECE_UNIT = 3584, 64
+_WEIGHTS, _PIECE_UNIT = 3072, 64
 """Weights of a slot, at most; of what its columns are a multiple."""
 
 

@@ -10,7 +10,7 @@
 
 // The shape of a slot. SLICES: of the device. RUNS: a slice has a range of columns in each of so many equal runs.
 template <int K, int SLICES, int RUNS, int ROWS> struct SliceShape {
-    static constexpr int UNIT = 16, WIDEST = 3584 / ROWS, RUN = K / RUNS, RANGE = slice_end(RUN / UNIT, SLICES, 0) * UNIT;
+    static constexpr int UNIT = 16, WIDEST = 3072 / ROWS, RUN = K / RUNS, RANGE = slice_end(RUN / UNIT, SLICES, 0) * UNIT;
     static_assert(RUN % UNIT == 0 && K % RUNS == 0);
     static constexpr int PIECES = (RANGE + WIDEST - 1) / WIDEST, PIECE = ((RANGE + PIECES - 1) / PIECES + 63) / 64 * 64;
     static constexpr int PARTS = RUNS * PIECES;  // slots of a slice
