@@ -64,7 +64,7 @@ SOURCES := pyproject.toml constraints.txt hatch_build.py $(wildcard csrc/*)
 
 # instructor's own dependencies are there, if newer than it allows
 .venv/.installed-all: pyproject.toml constraints.txt .venv/.installed-dev
-	$(INSTALL) --editable ".[dev,tvm,clients,fuzz]"
+	$(INSTALL) --editable ".[dev,tvm,clients,fuzz,cluster]"
 	$(INSTALL) --no-deps instructor
 	touch $@
 

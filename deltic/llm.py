@@ -15,7 +15,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
-from deltic.chat.choices import AnswerAssembler, ChatOutput, Choice
+from deltic.cache.offload.state_manifest import SavedState
+from deltic.chat.choices import AnswerAssembler, ChatOutput, Choice, answer_end
 from deltic.chat.json_schema import Bounds
 from deltic.chat.output_router import Delta
 from deltic.chat.processor import ChatConfig, ChatProcessor, PreparedRequest, bare_job, prompt_bound, read_template
@@ -40,6 +41,7 @@ from deltic.engine.arguments import (
 )
 from deltic.engine.engine import Engine
 from deltic.engine.loading import LoadProgress, ModelOverrides, RandomModel, load_any
+from deltic.engine.states import StateFiles
 from deltic.engine.warm_up import warm_up
 from deltic.engine.worker import EventMailbox, Worker
 from deltic.errors import ConfigError, ModelError, RequestError, of_prompt, show
@@ -81,6 +83,9 @@ class ChatOptions(FormatOptions, total=False):
     thinking: the template variable enable_thinking.
     thinking_budget: tokens after which an open think block is closed for the model; 0 closes it at once.
     tool_choice: "none", "auto", "required", or a function by name, as OpenAI writes it.
+    fork_from: an earlier output, or one of its choices, that the messages follow, in place of the conversation so far.
+        Its exact tokens are continued, so that only the messages are prefilled; any number of branches may begin there.
+        Give the tools again if there are any.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -88,9 +93,11 @@ class ChatOptions(FormatOptions, total=False):
     thinking: bool | None
     variables: Mapping[str, Any] | None
     thinking_budget: int | None
+    fork_from: ChatOutput | Choice | None
 
 
 _CHAT = ("messages", "sampling", *ChatOptions.__annotations__)
+_FORK = ("output", "branches", *_CHAT[1:-1])
 _GENERATE = ("prompts", "sampling", "on_token", *FormatOptions.__annotations__)
 _GENERATE_STREAM = ("prompt", "sampling", *FormatOptions.__annotations__)
 
@@ -137,7 +144,7 @@ class _Generation:
         pieces = self.answers.take(events)
         for piece in pieces:
             if piece.remember:
-                piece.remember()
+                self.answers.set_end(piece.number, piece.remember())
         return [delta._replace(index=piece.number) if piece.number else delta
                 for piece in pieces for delta in piece.deltas]
 
@@ -300,6 +307,8 @@ class LLM:
             log.info("%s: tokenizer and chat template read in %.2f s", runtime.name, time.perf_counter() - began)
         self.runtime = _with_words(runtime, self._chat_processor.tokenizer) if self._chat_processor else runtime
         self.worker = Worker(Engine(self.runtime))
+        self.states = StateFiles(self.runtime, self._chat_processor)
+        """Saves and loads prefixes; see `save_state` and `load_state`."""
         self._closing = threading.Lock()
         weakref.finalize(self, self.worker.stop, 0.0).atexit = False  # the worker handles the interpreter's end itself
 
@@ -322,6 +331,17 @@ class LLM:
         check_options("chat", options, _CHAT)
         output, = self._gather([self._turn(messages, sampling, **options)])
         return output.sound()
+
+    def fork(self, output: ChatOutput | Choice, branches: Sequence[Any], sampling: SamplingParams = SamplingParams(),
+             **options: Unpack[ChatOptions]) -> list[ChatOutput]:
+        """Continue an earlier output in several ways at once: each branch is what `chat` takes as messages, with
+        `fork_from=output`. The branches share the conversation's K/V and have a state each."""
+        check_options("fork", options, _FORK)
+        if isinstance(branches, str) or not isinstance(branches, Sequence) or not branches:
+            raise RequestError(f"branches must be a list of messages or texts, one for each, not {show(branches)}",
+                               "branches")
+        jobs = [self._turn(branch, sampling, **{**options, "fork_from": output}) for branch in branches]
+        return [found.sound() for found in self._gather(jobs)]
 
     async def achat(self, messages: Any, sampling: SamplingParams = SamplingParams(),
                     **options: Unpack[ChatOptions]) -> ChatOutput:
@@ -385,6 +405,22 @@ class LLM:
                         len(prompt))
         return len(prompt)
 
+    def save_state(self, prompt: Any, directory: str | Path, name: str = "", **options: Unpack[ChatOptions]
+                   ) -> SavedState:
+        """Saves the prefix that a prompt begins with as files in a directory; reads the prompt first, as far as it is
+        not cached. prompt: messages, of which system messages alone stand for what all conversations with them and
+        with `tools` share; or a raw prompt, text or token ids. Returns the saved state with its id."""
+        check_options("save_state", options, ("prompt", "directory", "name", *ChatOptions.__annotations__))
+        job, answer = self._saved_prefix(prompt, **options)
+        if not self.states.keeps(self.worker, job.request):
+            self._gather([job])[0].sound()
+        return self.states.save(self.worker, job.request, directory, name, answer)
+
+    def load_state(self, directory: str | Path, state: str | None = None, cache_salt: str | None = None) -> SavedState:
+        """Puts a saved state into the prefix cache: prompts that begin with its tokens resume there. state: its id, or
+        the beginning of it; None: the only one in the directory. RequestError says why it cannot be used."""
+        return self.states.load(self.worker, directory, state, as_salt(cache_salt))
+
     def warm_up(self) -> None:
         """Prepares the tiers and, on a GPU, all that steps use, as a server does before it is ready: then the first
         request is as fast as later ones. Call it before any request."""
@@ -444,15 +480,29 @@ class LLM:
         finally:
             call.close()
 
+    def _saved_prefix(self, prompt: Any, **options: Unpack[ChatOptions]) -> tuple[PreparedRequest, Any]:
+        """Prepares a request that reads what following prompts begin with, and answers nothing. Also returns the record
+        of the last answer."""
+        nothing, salt, tools = SamplingParams(max_tokens=0), as_salt(options.get("cache_salt")), options.get("tools")
+        if not (isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping)):
+            return _with(self._job(as_prompt(prompt), nothing, None), salt, None), None
+        check_tools(tools)
+        found = self.chat_processor.of(salt).saved_prefix(
+            as_messages(prompt), tools=tools, variables=as_variables(options.get("variables"), options.get("thinking")))
+        job = _with(bare_job(found.ids, nothing), salt, None)
+        return replace(job, request=replace(job.request, stable_prefixes=found.stable_prefixes)), found.answer
+
     def _turn(self, messages: Any, sampling: Any, *, tools: Any = None, thinking: Any = None, variables: Any = None,
               thinking_budget: Any = None, tool_choice: Any = None, **more: Any) -> PreparedRequest:
         check_tools(tools)
         salt, processors = as_salt(more.pop("cache_salt", None)), more.pop("logits_processors", None)
+        fork = more.pop("fork_from", None)
         job = self.chat_processor.of(salt).chat(as_messages(messages), as_params(sampling),
                                                 tools=None if tool_choice == "none" else tools,
                                                 answer=AnswerForm(ToolChoice.read(tool_choice), as_format(**more)),
                                                 variables=as_variables(variables, thinking),
-                                                thinking_budget=thinking_budget)
+                                                thinking_budget=thinking_budget,
+                                                history=None if fork is None else answer_end(fork))
         return _with(job.compiled(), salt, processors)
 
     def _jobs(self, prompts: Any, sampling: Any, on_token: Any, cache_salt: Any = None, logits_processors: Any = None,

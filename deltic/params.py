@@ -315,6 +315,19 @@ class Embed:
 
 
 @dataclass(frozen=True, slots=True)
+class Lineage:
+    """The conversation that a request belongs to, so that what its branches keep is evicted before its own positions.
+
+    name: of the conversation; "": unknown. parent: name of the one that it branches off, such as a sub-agent's main
+    line. forks: the request is a branch of the conversation whose kept position it resumes at.
+    """
+
+    name: str = ""
+    parent: str = ""
+    forks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A request to the engine: token ids in, token ids or a vector out.
 
@@ -335,6 +348,7 @@ class EngineRequest:
         logits [V], a float32 tensor on the host; return the logits to draw from, before penalties, bias and filters.
         They run in another thread while other requests go on; an exception ends the request. Nothing is drafted for
         such a request.
+    lineage: what it branches off. It changes no token.
     """
 
     id: str
@@ -349,6 +363,7 @@ class EngineRequest:
     client: str = ""
     cache_salt: str = ""
     logits_processors: tuple[LogitsProcessor, ...] = ()
+    lineage: Lineage = Lineage()
 
     @property
     def ids(self) -> tuple[int, ...]:

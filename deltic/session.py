@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import wraps
 from hashlib import blake2b
 from operator import index
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
+from weakref import finalize
 
 import torch
 from torch import Tensor
 
 from deltic.cache.handles import CacheSnapshot, SequenceCache
 from deltic.cache.item_copies import read_state
+from deltic.cache.manager import HybridCache
+from deltic.cache.offload.state_manifest import SavedState
 from deltic.config import ModelConfig
 from deltic.engine.arguments import engine_config
 from deltic.engine.loading import ModelOverrides, RandomModel, load_any
+from deltic.engine.states import StateFiles
 from deltic.engine.step_plan import PlannedRow, StepPlan, base_after, image_spans, next_row
-from deltic.errors import ConfigError, DegenerateError, RequestError, forked_from, show
+from deltic.errors import ConfigError, DegenerateError, RequestError, UnavailableError, forked_from, show
 from deltic.export.program import kind_of
 from deltic.ops.types import Batch
 from deltic.params import MAX_DRAFTS, Draft, Picture, Positions, Prompt, content_keys
@@ -48,6 +55,8 @@ def _alone(method: Callable[Concatenate[Session, Args], Result]) -> Callable[Con
         if os.getpid() != self._process:
             raise forked_from(self._process)
         with self._lock:
+            if not self.runtime.cache.accounts.owns(self._cache):
+                raise UnavailableError("this session has been closed: fork another one before its `with` block ends")
             return method(self, *args, **kwargs)
     return locked
 
@@ -60,6 +69,10 @@ class Session:
         logits = session.step(int(logits.argmax()))
         snapshot = session.snapshot()
         session.commit([5, 6]); session.restore(snapshot)
+
+    Branches of a conversation share what they have in common:
+
+        first, second = session.fork(2)          # a state each; the K/V is shared
 
     Every token enters the state exactly once. An error leaves the session unchanged. To process several tokens of which
     only the first few may be kept:
@@ -88,12 +101,17 @@ class Session:
         # each step writes the state to the scratch slot, so that a failed one leaves no trace (L3)
         cache, scratch = self.runtime.cache.admit(), self.runtime.cache.admit()
         assert cache is not None and scratch is not None
+        cache.keys = array("q")  # quickly copied
         self._cache: SequenceCache = cache
+        self._shares_keys = False  # with the session that it was forked from: copied before it changes them
+        # what follows belongs to all forks
         self._scratch: SequenceCache = scratch
-        self._verified: PlannedRow | None = None
-        # the offset of the next rotary position from the cursor, and those of snapshots by slot
-        self._shift, self._shifts = 0, dict[int, int]()
+        self._shifts = dict[int, int]()  # of snapshots by slot
+        self._left = deque[SequenceCache]()  # of forks that were collected as garbage
         self._lock, self._process = threading.RLock(), os.getpid()
+        self._files = StateFiles(self.runtime)
+        self._verified: PlannedRow | None = None
+        self._shift = 0  # the offset of the next rotary position from the cursor
         self.config: ModelConfig = self.runtime.config
         """The model's architecture, as in its files."""
         self.vocab_size = self.config.vocab_size
@@ -222,7 +240,7 @@ class Session:
             raise RequestError("there is nothing to accept: call verify right before", "count")
         count = _checked_count(count, 0, len(row.tokens))
         cache, sequence_cache = self.runtime.cache, self._cache
-        sequence_cache.keys += row.tokens[:count]
+        self._append_keys(row.tokens[:count])
         cache.commit(sequence_cache, count, base_after(row))
         if self.runtime.mtp_runner and count:
             self.runtime.mtp_runner.settle(sequence_cache.slot, count - 1)
@@ -253,6 +271,62 @@ class Session:
         self._check_snapshot(snapshot)
         del self._shifts[snapshot.slot]
         self.runtime.cache.release(snapshot)
+
+    @_alone
+    def save(self, directory: str | Path, name: str = "") -> SavedState:
+        """Saves the tokens so far, K/V and state as files in a directory. `load` continues from there, in any process
+        with this model. Returns the saved state with its id. Raises RequestError if there are no tokens, or images."""
+        if not self._cache.done:
+            raise RequestError("there are no tokens to save: call prefill before")
+        if any(token < 0 for token in self._cache.tokens) or self._shift:
+            raise RequestError("a session with images cannot be saved: save it before they are read")
+        self._verified = None if self._cache.unflushed else self._verified
+        return self._files.save_sequence(self._cache, directory, name)
+
+    @_alone
+    def load(self, directory: str | Path, state: str | None = None) -> SavedState:
+        """Replaces the session's tokens by a saved state. Snapshots stay valid. state: its id, or the beginning of it;
+        None: the only one in the directory. Raises RequestError with the reason, and changes nothing, if that is not
+        possible."""
+        owner, saved = self._files.load_sequence(directory, state)
+        _give_back(self.runtime.cache, self._cache)
+        self._cache, self._verified, self._shift, self._shares_keys = owner, None, 0, False
+        finalize(self, self._left.append, owner).atexit = False
+        return saved
+
+    @overload
+    def fork(self, /) -> Session: ...
+
+    @overload
+    def fork(self, /, count: int) -> list[Session]: ...
+
+    @_alone
+    def fork(self, count: int | None = None) -> Session | list[Session]:
+        """Returns a session at the current position, or a list of so many, which goes faster than one by one. Each owns
+        a state and shares the K/V so far. All share the model, the room, the snapshots and the lock of this session. A
+        fork gives its memory back at the end of a `with` block, or when it is collected. RequestError: no room."""
+        cache = self.runtime.cache
+        wanted = 1 if count is None else _checked_count(count, 1, cache.slots.size)
+        while self._left:
+            _give_back(cache, self._left.popleft())
+        found = list[Session]()
+        for own in cache.accounts.forks(self._cache, wanted, self._cache.keys):
+            session = copy(self)
+            session._cache, session._verified, session._shares_keys = own, None, True
+            finalize(session, self._left.append, own).atexit = False
+            found.append(session)
+        if not found:
+            which = "another fork" if count is None else f"{count} more forks"
+            raise RequestError(f"no room for {which}: drop some, or raise max_batch or memory", "count")
+        return found[0] if count is None else found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Gives back the state and K/V of this session or fork, which cannot be used afterwards. Others stay."""
+        with self._lock:
+            _give_back(self.runtime.cache, self._cache)
 
     def reset(self) -> None:
         """Forgets all tokens. Snapshots stay valid."""
@@ -363,12 +437,17 @@ class Session:
             _check_health(parts[-1])
             row = replace(row, slot=scratch.slot, base=None)
         cache.states.swap(sequence_cache, scratch)
-        sequence_cache.keys += (prompt and prompt.keys) or tokens
+        self._append_keys((prompt and prompt.keys) or tokens)
         if self.runtime.mtp_runner:
             self.runtime.mtp_runner.see(tokens)
         cache.commit(sequence_cache, len(tokens))
         self._shift += prompt.offset if prompt else 0
         return torch.cat(parts) if all_logits else parts[-1]
+
+    def _append_keys(self, keys: Iterable[int]) -> None:
+        if self._shares_keys:
+            self._cache.keys, self._shares_keys = self._cache.tokens, False
+        self._cache.keys.extend(keys)
 
     def _batch(self, row: PlannedRow, all_logits: bool = False, rows: dict[str, Tensor] | None = None) -> Batch:
         self.runtime.cache.operations.flush()
@@ -430,6 +509,11 @@ class Session:
             raise RequestError(f"{position} + {len(tokens)} tokens exceed the context of {self.max_context}: "
                                "reset, or raise max_context", "tokens")
         return tokens
+
+
+def _give_back(cache: HybridCache, own: SequenceCache) -> None:
+    if cache.accounts.owns(own):
+        cache.release(own)
 
 
 def _checked_hook(function: LayerHook) -> LayerHook:

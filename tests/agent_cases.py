@@ -136,10 +136,10 @@ class Player(Engine):
 
 
 @contextmanager
-def playing(script: Callable[[Seen], str], history: str) -> Iterator[tuple[Served, Player]]:
+def playing(script: Callable[[Seen], str], history: str, memory: str = "1GiB") -> Iterator[tuple[Served, Player]]:
     """Runs a server over an engine that answers by script."""
     shape = odd_shape(vocab_size=3072, max_position_embeddings=CONTEXT)
-    options = EngineConfig(dtype="float32", memory="1GiB", max_batch=4, max_context=CONTEXT)
+    options = EngineConfig(dtype="float32", memory=memory, max_batch=4, max_context=CONTEXT)
     engine = Player(load(RandomModel(shape=shape), options))
     engine.script = script
     model = SimpleNamespace(engine=engine, worker=Worker(engine), runtime=engine.runtime,

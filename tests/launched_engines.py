@@ -15,7 +15,7 @@ from support import numbers, serve
 from torch import Tensor
 
 from deltic.cache.block_accounts import BlockAccounts
-from deltic.cache.handles import SequenceCache
+from deltic.cache.handles import PageList, SequenceCache
 from deltic.cache.manager import HybridCache
 from deltic.cache.radix_tree import Checkpoint
 from deltic.cache.tensors import CachePools
@@ -132,10 +132,10 @@ def launch_everything() -> None:
     share, keep, copy = BlockAccounts.share_pages, HybridCache._keep, CachePools._copy
     written: dict[int, int] = {}  # tokens of pages that are copies of such as are not full
 
-    def share_pages(accounts: BlockAccounts, pages: Sequence[int], done: int) -> list[int] | None:
-        found = share(accounts, pages, done)
-        if found and done % PAGE:
-            written[found[-1]] = done % PAGE
+    def share_pages(accounts: BlockAccounts, pages: Sequence[int], done: int, count: int = 1) -> list[PageList]:
+        found = share(accounts, pages, done, count)
+        if done % PAGE:
+            written.update((own[-1], done % PAGE) for own in found)
         return found
 
     def keep_here(cache: HybridCache, lease: SequenceCache, done: int, slot: int, page: int | None, *rest: Any,

@@ -299,8 +299,9 @@ class SharedMachine(CacheMachine):
         left, pages = self.frames
         return left - -(-len({page for naive in self.holders() for page in naive.pages}) // pages)
 
-    def fits(self, source: Naive) -> bool:
-        return self.free_slots > 0 and self.free_pages - self.frames[1] >= bool(len(source.tokens) % PAGE)
+    def fits(self, source: Naive, count: int = 1) -> bool:
+        copies = count * bool(len(source.tokens) % PAGE)
+        return self.free_slots >= count and self.free_pages - count * self.frames[1] >= copies
 
 
 class SharedReuseMachine(ReuseMachine):

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from support import examples
 
 from deltic.cache.block_pool import BlockPool
-from deltic.cache.handles import CacheSnapshot, SequenceCache
+from deltic.cache.handles import CacheSnapshot, PageList, SequenceCache
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryNeeds, enough, grid_spacing, split_memory
 from deltic.cache.operations import CopyPage, CopySlot
@@ -163,8 +163,8 @@ class CacheMachine(RuleBasedStateMachine):
         full, rest = divmod(len(source.tokens), PAGE)
         return Naive(list(source.tokens), source.pages[:full] + [next(self.fresh)] * bool(rest))
 
-    def fits(self, source: Naive) -> bool:
-        return self.free_slots > 0 and self.free_pages >= bool(len(source.tokens) % PAGE)
+    def fits(self, source: Naive, count: int = 1) -> bool:
+        return self.free_slots >= count and self.free_pages >= count * bool(len(source.tokens) % PAGE)
 
     def sequence(self, pick: int) -> tuple[SequenceCache, Naive]:
         return list(self.sequences.items())[pick % len(self.sequences)]
@@ -218,22 +218,22 @@ class CacheMachine(RuleBasedStateMachine):
         write_kv(self.cache, sequence.pages, sequence.done, [NAN] * (sequence.covered - sequence.done))
 
     @precondition(lambda self: self.sequences)
-    @rule(pick=st.integers(0, 9))
-    def fork(self, pick: int) -> None:
-        """L2: a fork has the K/V and the state of one and the same position."""
-        self.forked(*self.sequence(pick))
+    @rule(pick=st.integers(0, 9), count=st.integers(1, 3))
+    def fork(self, pick: int, count: int) -> None:
+        """L2: forks have the K/V and the state of one and the same position."""
+        self.forked(*self.sequence(pick), count)
 
     @precondition(lambda self: self.kept)
-    @rule(pick=st.integers(0, 9))
-    def fork_snapshot(self, pick: int) -> None:
-        """L2: so has a fork of a snapshot."""
-        self.forked(*self.snapshot(pick))
+    @rule(pick=st.integers(0, 9), count=st.integers(1, 3))
+    def fork_snapshot(self, pick: int, count: int) -> None:
+        """L2: so have forks of a snapshot."""
+        self.forked(*self.snapshot(pick), count)
 
-    def forked(self, source: SequenceCache | CacheSnapshot, naive: Naive) -> None:
-        expected = self.fits(naive)
-        sequence = self.cache.fork(source)
-        assert (sequence is not None) == expected
-        if sequence is not None:
+    def forked(self, source: SequenceCache | CacheSnapshot, naive: Naive, count: int) -> None:
+        expected = self.fits(naive, count)
+        forks = self.cache.accounts.forks(source, count)
+        assert len(forks) == count * expected
+        for sequence in forks:
             self.sequences[sequence] = self.copied(naive)
 
     @precondition(lambda self: self.sequences)
@@ -339,9 +339,9 @@ class SharesPartialPages(HybridCache):
         super().__init__(pools)
         self.accounts.share_pages = self._share  # type: ignore[method-assign]
 
-    def _share(self, pages: Any, done: int) -> list[int]:
-        self.pages.share(pages[:-(-done // PAGE)])
-        return list(pages[:-(-done // PAGE)])
+    def _share(self, pages: Any, done: int, count: int = 1) -> list[PageList]:
+        self.pages.share(pages[:-(-done // PAGE)], count)
+        return [PageList(pages[:-(-done // PAGE)]) for _ in range(count)]
 
 
 class ForgetsToCopyState(CachePools):

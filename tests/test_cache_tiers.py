@@ -296,7 +296,7 @@ def test_a_file_that_cannot_be_read_now_stays(code: int, tmp_path: Path, monkeyp
         raise OSError(code, "not now", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr("deltic.cache.offload.disk.open_regular", refuse)
+        patch.setattr("deltic.cache.offload.directory.open_regular", refuse)
         fetch = LoadRequest(prompt, 0, (tier,))
         assert fetch.poll() and fetch.loaded is None
     assert sorted(tmp_path.rglob("*")) == files

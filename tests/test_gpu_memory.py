@@ -97,7 +97,7 @@ def test_a_size_and_a_share_exclude_each_other() -> None:
 def test_a_size_restricts_torch_and_shortens_steps(card: list[int], monkeypatch: pytest.MonkeyPatch, size: str,
                                                    tokens: int) -> None:
     fractions, settings = list[float](), list[str]()
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
     options = fit_card(EngineConfig(device="cuda", gpu_memory=size))
@@ -107,16 +107,16 @@ def test_a_size_restricts_torch_and_shortens_steps(card: list[int], monkeypatch:
     assert fit_card(replace(options, token_budget=100)).token_budget == 100
     with pytest.raises(ConfigError, match=r"gpu_memory=7GiB is less than CUDA and other programs take.* 7680 MiB"):
         fit_card(EngineConfig(device="cuda", gpu_memory="7GiB"))
+    assert {*settings} == ({"max_split_size_mb:32"} if tokens == 2048 else set())
     fractions.clear()
+    settings.clear()
     whole = EngineConfig(device="cuda")
     assert fit_card(whole) is whole and not fractions
-    assert settings and set(settings) == {"expandable_segments:True"}
-    settings.clear()
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    assert fit_card(whole) is whole and fit_card(EngineConfig(device="cpu")).token_budget == 512
-    assert not settings
+    assert fit_card(EngineConfig(device="cpu")).token_budget == 512 and not settings
     card[:] = 23 * GIB, 24 * GIB
-    assert fit_card(whole).token_budget == 2048 and not fractions
+    assert fit_card(whole).token_budget == 2048 and not fractions and settings == ["max_split_size_mb:32"]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert fit_card(whole).token_budget == 2048 and len(settings) == 1
 
 
 def test_several_gpus_go_by_the_fullest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,24 +12,25 @@ from pathlib import Path
 from test_house import FILES, ROOT, TREES, imports, room, shown, walk
 
 LINES = {
-    ".": 1900,
-    "cache": 4900,
-    "chat": 6950,
-    "cli": 4930,
+    ".": 2040,
+    "cache": 5830,
+    "chat": 7075,
+    "cli": 5200,
+    "cluster": 1420,
     "config": 1740,
     "embeddings": 2600,
-    "engine": 3420,
+    "engine": 3695,
     "export": 3950,
     "loader": 6150,
     "model": 1170,
     "ops": 11320,
-    "runner": 4095,
-    "server": 8150,
+    "runner": 4140,
+    "server": 8440,
     "spec_decode": 1110,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 258
+FILES_AT_MOST = 278
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

@@ -74,7 +74,6 @@ MADE = {
 SETTINGS = {
     "deltic/export/executorch/export.py simplefilter": "until the export is over, which takes a process of its own",
     "deltic/cli/doctor.py simplefilter": "until the check is over, in a process of its own",
-    "deltic/runner/memory.py simplefilter": "until torch has taken a setting",
     "deltic/runner/memory.py mallopt": "where freed memory goes: no results depend on it",
     "deltic/ops/cpu/__init__.py set_num_threads": "torch counts per thread; every step or batch sets its model's",
     "deltic/server/connections.py setrlimit": "a server is a process of its own",

@@ -22,7 +22,7 @@ from deltic.server.embeddings import EmbeddingService
 from deltic.server.fields import Fields
 from deltic.server.routing import ApiRoute
 
-PAGES = [Path(__file__).parents[1] / "docs" / name for name in ("server.md", "embeddings.md")]
+PAGES = [Path(__file__).parents[1] / "docs" / name for name in ("server.md", "embeddings.md", "states.md")]
 WITH_BODY, OTHERS = 350, 30
 """Cases for each operation and mode: with a body, and without."""
 
@@ -81,13 +81,14 @@ def test_openapi_schemas_accept_what_the_server_accepts(served: Served) -> None:
     bodies |= {"/v1/rerank": ranked, "/v2/rerank": ranked, "/rerank": ranked, "/v1/score": scored, "/score": scored}
     bodies |= {"/api/chat": {"messages": USER}, "/api/generate": {"prompt": "x"}, "/api/embed": {"input": "w1"},
                "/api/embeddings": {"prompt": "w1"}, "/api/show": {"model": "tiny"}, "/api/pull": {"name": "tiny"}}
+    bodies |= {"/v1/states": {"load": "0" * 64}}  # off unless a directory is named
     assert bodies.keys() == bodies_of(served).keys()
     document = served.http.get("/openapi.json").json()
     for path, body in bodies.items():
         schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         validator = jsonschema.Draft202012Validator({**schema, "components": document["components"]})
         validator.validate(body)
-        assert served.http.post(path, json=body).status_code == 200, path
+        assert served.http.post(path, json=body).status_code == (404 if path == "/v1/states" else 200), path
         assert not validator.is_valid([]) and not validator.is_valid(5), path
 
 

@@ -177,6 +177,93 @@ def test_l8_a_snapshot_of_another_session_is_refused() -> None:
     assert one.position == 0
 
 
+# Forks
+
+
+def test_forks_go_on_from_where_they_were_made(expected: Tensor) -> None:
+    """Each as if it were alone, in any order, and the first one, too."""
+    one = session(batch=6)
+    one.prefill(TOKENS[:21])
+    first, second = one.fork(2)
+    first.prefill(numbers(3, 30, 509))
+    again = second.fork()
+    close(one.prefill(TOKENS[21:60], all_logits=True), expected[21:60])
+    close(second.step(TOKENS[21]), expected[21])
+    close(again.prefill(TOKENS[21:50], all_logits=True), expected[21:50])
+    close(first.fork().step(TOKENS[0]), first.step(TOKENS[0]))
+    assert (one.position, first.position, second.position, again.position) == (60, 52, 22, 50)
+    for session_, tokens in ((one, TOKENS[:60]), (first, [*TOKENS[:21], *numbers(3, 30, 509), TOKENS[0]]),
+                             (second, TOKENS[:22]), (again, TOKENS[:50])):
+        assert list(session_._cache.tokens) == list(tokens)
+    one.runtime.cache.check()
+
+
+def test_a_fork_takes_a_state_and_the_last_page() -> None:
+    one = session(batch=8)
+    one.prefill(TOKENS[:70])
+    cache = one.runtime.cache
+    slots, pages = cache.slots.free, cache.pages.free
+    forks = one.fork(4)
+    assert (slots - cache.slots.free, pages - cache.pages.free) == (4, 4)
+    assert all(fork._cache.pages[:4] == one._cache.pages[:4] for fork in forks)
+    for fork in forks:
+        fork.step(1)
+    cache.check()
+
+
+def test_forks_share_snapshots(expected: Tensor) -> None:
+    one = session(batch=6)
+    one.prefill(TOKENS[:20])
+    kept = one.snapshot()
+    fork = one.fork()
+    fork.prefill(numbers(3, 30, 509))
+    fork.restore(kept)
+    close(fork.step(TOKENS[20]), expected[20])
+    fork.drop(kept)
+    with pytest.raises(RequestError, match="dropped"):
+        one.restore(kept)
+
+
+def test_forks_give_their_memory_back() -> None:
+    """At the end of a `with` block, and when they are forgotten."""
+    one = session(batch=2)
+    one.prefill(TOKENS[:20])
+    cache = one.runtime.cache
+    free = cache.slots.free
+    with pytest.raises(RequestError, match="count must be from 1 to"):
+        one.fork(99)
+    for _ in range(3 * cache.slots.size):
+        one.fork().step(1)
+    fork = one.fork()
+    assert cache.slots.free == free - 1
+    with fork:
+        fork.step(1)
+    with pytest.raises(UnavailableError, match="closed"):
+        fork.step(1)
+    one.step(1)
+    assert cache.slots.free == free
+    cache.check()
+
+
+def test_no_room_for_forks_is_an_error_and_closing_helps() -> None:
+    one = session(batch=2)
+    one.prefill(TOKENS[:20])
+    free = one.runtime.cache.slots.free
+    with pytest.raises(RequestError, match=f"no room for {free + 1} more forks: drop some") as caught:
+        one.fork(free + 1)
+    assert caught.value.field == "count"
+    forks = one.fork(free)
+    with pytest.raises(RequestError, match="no room for another fork"):
+        one.fork()
+    with forks.pop():
+        pass
+    one.fork().step(TOKENS[20])
+    one.runtime.cache.check()
+    for count in (0, -1, "2", 1.5):
+        with pytest.raises(RequestError, match="count must be"):
+            one.fork(count)  # type: ignore[call-overload]
+
+
 # Guards
 
 

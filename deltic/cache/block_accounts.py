@@ -20,7 +20,7 @@ Copies are queued: the order of the queue is right although units change hands a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from typing import TypeVar
 
 from deltic.cache.block_pool import BlockPool
@@ -86,20 +86,21 @@ class BlockAccounts:
             return least
         return room - len({*spared, *(page for owner in owners for page in owner.pages)})
 
-    def make_room(self, pages: int, slots: int = 0) -> bool:
+    def make_room(self, pages: int, slots: int = 0, keeping: bool = False) -> bool:
         """Evicts prefixes until so many pages and slots are free. Returns True if all are. If not even an empty tree
-        leaves them, as many pages as can be are free; with slots, nothing is evicted."""
+        leaves them, as many pages as can be are free; with slots, nothing is evicted. keeping: as in
+        `PrefixTree.evict`."""
         wanted = min(pages, self.attainable(pages, slots))
         if slots and wanted < pages:
             return False
-        while self.units.free_pages(slots) < wanted and self.tree.evict():
+        while self.units.free_pages(slots) < wanted and self.tree.evict(keeping):
             pass
         return self.units.free_pages(slots) >= pages
 
-    def take_slot(self, held: PageList | None = None) -> int | None:
+    def take_slot(self, held: PageList | None = None, keeping: bool = False) -> int | None:
         """Takes a slot, evicting prefixes for it; None if there is none even so. Pages may move for it. held: further
-        pages, whose numbers follow."""
-        if not self.make_room(0, slots=1):
+        pages, whose numbers follow. keeping: as in `PrefixTree.evict`."""
+        if not self.make_room(0, slots=1, keeping=keeping):
             return None
         slot, moved = self.units.take_slot()
         if moved is not None:
@@ -110,35 +111,52 @@ class BlockAccounts:
             self.tree.renumber(moved)
         return slot
 
-    def take_copy(self, pages: PageList, done: int) -> tuple[int, PageList] | None:
-        """Takes a slot, and pages as `share_pages` does; None, and no change, if something is short."""
-        slot = self.take_slot(pages)
-        if slot is None:
-            return None
-        shared = self.share_pages(pages, done)
-        if shared is None:
-            self.slots.release([slot])
-            return None
-        return slot, shared
+    def forks(self, source: SequenceCache | CacheSnapshot, count: int, keys: MutableSequence[int] | None = None
+              ) -> list[SequenceCache]:
+        """Returns so many new sequence caches at the source's position; none if pages or slots are short. keys: a list
+        that begins with the source's keys; by default each has a copy of them. Shared pages are counted once."""
+        self.check_owner(source)
+        found = list[SequenceCache]()
+        for slot, pages in self.take_copies(source.pages, source.done, count):
+            self.copy_state(source, slot)
+            own = source.tokens if keys is None else keys
+            found.append(self.add(SequenceCache(slot, pages, own, source.done, line=source.line)))
+            if source.line:
+                source.line.enter()
+        return found
 
-    def share_pages(self, pages: Sequence[int], done: int) -> PageList | None:
-        """Adds an owner to the full pages below `done` and copies the partial one; None, and no change, if there is no
-        page for the copy."""
+    def take_copies(self, pages: PageList, done: int, count: int = 1) -> list[tuple[int, PageList]]:
+        """Takes so many slots, each with pages as `share_pages` takes them; none, and no change, if something is
+        short."""
+        if not self.make_room(count * bool(done % PAGE), slots=count):
+            return []
+        slots = [slot for _ in range(count) if (slot := self.take_slot(pages)) is not None]
+        shared = self.share_pages(pages, done, count) if len(slots) == count else []
+        if not shared:
+            self.slots.release(slots)
+        return [*zip(slots, shared, strict=False)]
+
+    def share_pages(self, pages: Sequence[int], done: int, count: int = 1) -> list[PageList]:
+        """Adds `count` owners to the full pages below `done` and copies the partial one for each. Returns the pages of
+        each; none, and no change, if pages for the copies are short."""
         full, rest = divmod(done, PAGE)
-        shared = PageList(pages[:full])
-        self.pages.share(shared)
-        if not rest:
-            return shared
-        own = self.own_page(pages[full])
+        shared = pages[:full]
+        self.pages.share(shared, count)
+        self.make_room(count * bool(rest))
+        own = self.pages.take(count * bool(rest))
         if own is None:
-            self.pages.release(shared)
-            return None
-        shared.append(own)
-        return shared
+            for _ in range(count):
+                self.pages.release(shared)
+            return []
+        found = [PageList(shared) for _ in range(count)]
+        for each, page in zip(found, own, strict=False):
+            self.queue.append(CopyPage(pages[full], page))
+            each.append(page)
+        return found
 
     def own_page(self, page: int) -> int | None:
-        """Takes a copy of a page; None if no page is free."""
-        self.make_room(1)
+        """Takes a copy of a page for a checkpoint; None if no page is free."""
+        self.make_room(1, keeping=True)
         own = self.pages.take()
         if own is None:
             return None

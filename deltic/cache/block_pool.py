@@ -44,11 +44,12 @@ class BlockPool:
         self._owners += [1] * new
         return [*units, *range(first, first + new)]
 
-    def share(self, units: Iterable[int]) -> None:
-        """Adds an owner to each unit."""
+    def share(self, units: Iterable[int], more: int = 1) -> None:
+        """Adds owners to each unit."""
+        owners = self._owners
         for unit in units:
-            assert self.owned(unit), f"{self.name} {unit} is shared but has no owner"
-            self._owners[unit] += 1
+            assert unit < len(owners) and owners[unit], f"{self.name} {unit} is shared but has no owner"
+            owners[unit] += more
 
     def release(self, units: Iterable[int]) -> None:
         """Removes an owner from each unit; units without owners are free."""

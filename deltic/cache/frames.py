@@ -149,11 +149,12 @@ class FramePages:
         self._owners.update(dict.fromkeys(taken, 1))
         return taken
 
-    def share(self, pages: Iterable[int]) -> None:
+    def share(self, pages: Iterable[int], more: int = 1) -> None:
         """As `BlockPool.share`."""
+        owners = self._owners
         for page in pages:
-            assert page in self._owners, f"page {page} is shared but has no owner"
-            self._owners[page] += 1
+            assert page in owners, f"page {page} is shared but has no owner"
+            owners[page] += more
 
     def release(self, pages: Iterable[int]) -> None:
         """As `BlockPool.release`. A frame without pages is unused."""

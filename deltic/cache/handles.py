@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deltic.cache.lineage import Line
 from deltic.cache.radix_tree import Checkpoint, Node
 from deltic.params import PAGE
 
@@ -45,11 +46,13 @@ class SequenceCache:
     unflushed: committed tokens that are in the delta log and not in the state.
     prompt: the first keys once more, as an array that never changes and is quickly sliced.
     node: a node of the tree on the path of the keys.
+    line: the conversation that it belongs to, if known.
+    resumed: the checkpoint where it started, if any.
     """
 
     slot: int
     pages: PageList = field(default_factory=PageList)
-    keys: list[int] = field(default_factory=list)
+    keys: MutableSequence[int] = field(default_factory=list)
     done: int = 0
     logits: Any = None
     source: str = ""
@@ -61,6 +64,8 @@ class SequenceCache:
     unflushed: int = 0
     prompt: array[int] = field(default_factory=lambda: array("q"))
     node: Node | None = None
+    line: Line | None = None
+    resumed: Checkpoint | None = None
 
     def prefix(self, done: int) -> array[int]:
         """Returns the first `done` keys."""
@@ -68,7 +73,7 @@ class SequenceCache:
         return known if len(known) == done else known + array("q", self.keys[len(known):done])
 
     @property
-    def tokens(self) -> list[int]:
+    def tokens(self) -> MutableSequence[int]:
         """A copy of the keys of the committed tokens."""
         return self.keys[:self.done]
 
@@ -84,21 +89,31 @@ class SequenceCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheSnapshot:
-    """A position that sequences can return to: keys, pages and a copy of the state. logits: of the last token."""
+    """A position that sequences can return to: keys, which do not change, pages and a copy of the state. logits: of the
+    last token. line: the conversation that it belongs to."""
 
     slot: int
     pages: PageList
-    tokens: tuple[int, ...]
+    keys: MutableSequence[int]
     logits: Any = None
+    line: Line | None = None
+
+    @property
+    def tokens(self) -> MutableSequence[int]:
+        """A copy of the keys."""
+        return self.keys[:]
 
     @property
     def done(self) -> int:
-        return len(self.tokens)
+        return len(self.keys)
 
 
 @dataclass(slots=True, eq=False)
 class PreemptedState:
-    """The checkpoints that a preempted sequence would return to, and the number of pages that it had."""
+    """The checkpoints that a preempted sequence would return to, the number of pages that it had, its line, and the
+    checkpoint where it goes on."""
 
     guarded: list[Checkpoint]
     pages: int
+    line: Line | None
+    end: Checkpoint | None = None

@@ -28,15 +28,16 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deltic.cache.block_accounts import BlockAccounts, StateSlots
 from deltic.cache.handles import CacheSnapshot, PageList, PreemptedState, SequenceCache
+from deltic.cache.lineage import Line, Lines
 from deltic.cache.offload.tiers import LoadRequest, StoreRequest
 from deltic.cache.operations import CopySlot, OperationQueue, Pools, RestoreItem, StoreItem
 from deltic.cache.radix_tree import Checkpoint, PrefixMatch
-from deltic.params import PAGE, RING
+from deltic.params import PAGE, RING, Lineage
 
 if TYPE_CHECKING:
     from deltic.cache.offload.index import TierIndex
@@ -63,6 +64,7 @@ class HybridCache:
         self.pages, self.slots = self.accounts.pages, self.accounts.slots
         self.delta_logs, self.tree = self.accounts.delta_logs, self.accounts.tree
         self.rows = self.slots.size if rows is None else rows
+        self.lines = Lines()
         self._preempted: list[PreemptedState] = []
 
     @property
@@ -79,18 +81,23 @@ class HybridCache:
         return LoadRequest(prompt, known, self.tiers, self.pools.item_validator)
 
     def admit(self, prompt: Sequence[int] = (), min_tokens: int = 0, load: LoadRequest | None = None,
-              allow_end: bool = True, keys: list[int] | None = None) -> SequenceCache | None:
+              allow_end: bool = True, keys: list[int] | None = None, lineage: Line | Lineage | None = None
+              ) -> SequenceCache | None:
         """Returns a sequence cache at the deepest position that is kept for `prompt`, or at its start.
 
         None if no slot can be had, or no pages for `min_tokens` in all; nothing is evicted for a refusal. Without
         `min_tokens` the start of the prompt is a fallback: the kept position may itself be in the way.
 
         load: what the tiers brought. allow_end: the end of the prompt itself will do if its logits are known. keys:
-        the sequence's list of keys, which begins with the prompt; by default the prompt itself.
+        the sequence's list of keys, which begins with the prompt; by default the prompt itself. lineage: what it
+        branches off, or its line if it ran before.
         """
         match = self.tree.match(prompt, allow_end) if self.reuse else PrefixMatch(None, 0)
         checkpoint = match.checkpoint
         pages = -(-min_tokens // PAGE)
+        line = self.lines.of(lineage or Lineage(), checkpoint) if self.reuse else None
+        if line:
+            line.enter()
         cache = self._admit_loaded(load, pages, checkpoint.done if checkpoint else 0) if load else None
         if cache is None and checkpoint:
             cache = self._admit_at(checkpoint, pages)
@@ -99,7 +106,11 @@ class HybridCache:
         if cache:
             cache.keys = keys or (prompt if isinstance(prompt, list) else [*prompt])
             cache.prompt = prompt if keys and isinstance(prompt, array) else array("q")
-            cache.shared = match.shared
+            cache.shared, cache.line = match.shared, line
+            if isinstance(lineage, Line):  # it goes on within a turn
+                cache.resumed = None
+        elif line:
+            line.leave()
         return cache
 
     def _admit_at_start(self, pages: int) -> SequenceCache | None:
@@ -117,14 +128,15 @@ class HybridCache:
             return None
         checkpoint.locks += 1
         roomy = self.accounts.make_room(missing, slots=1)
-        copy = self.accounts.take_copy(path, checkpoint.done) if roomy else None
+        copies = self.accounts.take_copies(path, checkpoint.done) if roomy else []
         checkpoint.locks -= 1
-        if copy is None:
+        if not copies:
             return None
-        slot, own = copy
+        (slot, own), = copies
         self.tree.use(checkpoint)
         self.operations.append(CopySlot(checkpoint.slot, slot))
-        cache = SequenceCache(slot, own, done=checkpoint.done, logits=checkpoint.logits, node=checkpoint.node)
+        cache = SequenceCache(slot, own, done=checkpoint.done, logits=checkpoint.logits, node=checkpoint.node,
+                              resumed=checkpoint)
         _guard(cache, checkpoint)
         return self.accounts.add(cache)
 
@@ -194,7 +206,7 @@ class HybridCache:
         """Returns a slot for a step to write the state at `position` to; None if none can be had."""
         if not self.reuse or position in cache.checkpoint_slots:
             return None
-        slot = self.accounts.take_slot()
+        slot = self.accounts.take_slot(keeping=True)
         if slot is not None:
             cache.checkpoint_slots[position] = slot
         return slot
@@ -249,16 +261,11 @@ class HybridCache:
 
     # copies
 
-    def fork(self, source: SequenceCache | CacheSnapshot, keys: list[int] | None = None) -> SequenceCache | None:
-        """Returns a new sequence cache at the source's position; None if pages or slots are short. keys: a list that
-        begins with the source's keys; by default a copy of them."""
-        self.accounts.check_owner(source)
-        copy = self.accounts.take_copy(source.pages, source.done)
-        if copy is None:
-            return None
-        slot, pages = copy
-        self.accounts.copy_state(source, slot)
-        return self.accounts.add(SequenceCache(slot, pages, [*source.tokens] if keys is None else keys, source.done))
+    def fork(self, source: SequenceCache | CacheSnapshot, keys: MutableSequence[int] | None = None
+             ) -> SequenceCache | None:
+        """As `BlockAccounts.forks`, for one fork."""
+        forks = self.accounts.forks(source, 1, keys)
+        return forks[0] if forks else None
 
     def snapshot(self, cache: SequenceCache, logits: Any = None) -> CacheSnapshot | None:
         """Copies the present position; None if pages, slots or room for logits are short."""
@@ -268,7 +275,7 @@ class HybridCache:
         if copy is None:
             return None
         self.accounts.remove(copy)
-        snapshot = self.accounts.add(CacheSnapshot(copy.slot, copy.pages, tuple(copy.tokens), logits))
+        snapshot = self.accounts.add(CacheSnapshot(copy.slot, copy.pages, copy.keys, logits, copy.line))
         self.tree.keep_logits(self.rows - self._snapshots_with_logits)
         return snapshot
 
@@ -286,13 +293,11 @@ class HybridCache:
             if snapshot.done % PAGE and len(others) >= self.accounts.units.room(self.accounts.held_slots):
                 return False
         self.pages.release(cache.pages)
-        cache.pages, cache.keys = PageList(), []
+        cache.pages, cache.keys = PageList(), cache.keys[:0]
         cache.done = cache.unflushed = 0
         _forget_keys(cache)
         if snapshot is not None:
-            pages = self.accounts.share_pages(snapshot.pages, snapshot.done)
-            assert pages is not None
-            cache.pages, cache.keys = pages, [*snapshot.tokens]
+            (cache.pages,), cache.keys = self.accounts.share_pages(snapshot.pages, snapshot.done), snapshot.tokens
             cache.done = snapshot.done
             self.operations.append(CopySlot(snapshot.slot, cache.slot))
         return True
@@ -313,18 +318,24 @@ class HybridCache:
             for checkpoint in owner.guarded:
                 checkpoint.guards -= 1
         self.accounts.remove(owner)
+        end = None
         if keep and isinstance(owner, SequenceCache):
-            return self._keep_end(owner, lasting)
-        self.pages.release(owner.pages)
-        self.slots.release([owner.slot])
-        return None
+            end = self._keep_end(owner, lasting)
+        else:
+            self.pages.release(owner.pages)
+            self.slots.release([owner.slot])
+        if owner.line:
+            owner.line.leave()
+        return end
 
     def _keep_end(self, cache: SequenceCache, lasting: bool) -> Checkpoint:
         full, rest = divmod(cache.done, PAGE)
-        passed = self.tree.supersede(cache.prefix(cache.done), cache.likely_resume, cache.node)
+        passed = self.tree.supersede(cache.prefix(cache.done), cache.likely_resume, cache.node, cache.line)
         partial = cache.pages[full] if rest else None
         end = self._keep(cache, cache.done, cache.slot, partial, lasting=lasting)
         end.likely_resume = True
+        if cache.line:
+            cache.line.add(end, cache.resumed)
         _supersede(passed, end, cache.likely_resume)
         self.pages.release([*cache.pages[:full], *cache.pages[full + bool(rest):]])
         return end
@@ -342,18 +353,25 @@ class HybridCache:
 
     def preempt(self, cache: SequenceCache, keep: bool) -> PreemptedState:
         """Releases a sequence that will go on soon: its prefix is guarded in the tree and not stored in the tiers."""
-        preempted = PreemptedState(cache.guarded, len(cache.pages))
+        preempted = PreemptedState(cache.guarded, len(cache.pages), cache.line)
         cache.guarded = []
-        end = self.release(cache, keep, lasting=False)
+        if cache.line:
+            cache.line.enter()
+        end = preempted.end = self.release(cache, keep, lasting=False)
         if end:
             preempted.guarded.append(end)
             end.guards += 1
+            end.preempted += 1
         self._preempted.append(preempted)
         return preempted
 
     def resume_preempted(self, preempted: PreemptedState, cache: SequenceCache | None = None) -> None:
         """A preempted sequence goes on with this cache, or never."""
         self._preempted.remove(preempted)
+        if preempted.end:
+            preempted.end.preempted -= 1
+        if preempted.line:
+            preempted.line.leave()
         if cache:
             cache.guarded += preempted.guarded
         else:
@@ -386,6 +404,9 @@ class HybridCache:
         guarded += [preempted.guarded for preempted in self._preempted]
         guards = Counter(checkpoint for checkpoints in guarded for checkpoint in checkpoints)
         assert all(one.guards == count for one, count in guards.items()), "a checkpoint's guards are miscounted"
+        lines = [owner.line for owner in (*self.accounts.owners, *self._preempted) if owner.line]
+        active = Counter(line for own in lines for line in own.path())
+        assert all(line.active == count for line, count in active.items()), "a line's sequences are miscounted"
         for tier in self.tiers:
             tier.check()
 

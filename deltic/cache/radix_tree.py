@@ -24,6 +24,7 @@ from itertools import chain
 from typing import Any
 
 from deltic.cache.frames import PagePool, SlotPool
+from deltic.cache.lineage import Line
 from deltic.params import PAGE, common_length
 
 log = logging.getLogger("deltic")
@@ -69,6 +70,8 @@ class Checkpoint:
     likely_resume: a following prompt is likely to resume here.
     pinned: evicted after all others.
     guards: number of running sequences that would return here.
+    preempted: number of preempted sequences that will go on here.
+    line: the conversation that goes on here, if known.
     uses: number of sequences that resumed here.
     locks: number of sequences that are just resuming here.
     superseded: later checkpoints of the same conversation, which a prompt that resumes here abandons.
@@ -85,6 +88,8 @@ class Checkpoint:
     likely_resume: bool = False
     pinned: bool = False
     guards: int = 0
+    preempted: int = 0
+    line: Line | None = None
     uses: int = 0
     locks: int = 0
     superseded: tuple[Checkpoint, ...] = ()
@@ -107,8 +112,10 @@ class PrefixMatch:
 class PrefixTree:
     """Prefixes by their tokens.
 
-    Evicted first are checkpoints that are neither pinned, nor guarded, nor likely to be resumed; among equals the one
-    of the lowest worth (greedy-dual): the tree's age at the last use plus tokens saved per token of memory.
+    Pinned checkpoints stay longest, then ends of preempted sequences, ends of lines with running sequences (of a main
+    line longer than of its branches, and the longest of a line), guarded checkpoints, and likely ones. Among equals the
+    one of the lowest worth goes first (greedy-dual): the tree's age at the last use plus tokens saved per token of
+    memory.
     changes: grows with every checkpoint that comes or goes, and with its logits.
     """
 
@@ -168,6 +175,10 @@ class PrefixTree:
         *_, (node, depth, rest) = self._walk(tokens)
         return node.checkpoints.get(rest) if depth == node.depth else None
 
+    def holds(self, checkpoint: Checkpoint) -> bool:
+        """Returns True until a checkpoint is evicted. Thread-safe."""
+        return checkpoint in self._checkpoints
+
     def use(self, checkpoint: Checkpoint) -> None:
         """Notes that a sequence resumed at a checkpoint."""
         self._checkpoints.pop(checkpoint, None)
@@ -180,11 +191,11 @@ class PrefixTree:
             later.likely_resume = later.uses > 0
         checkpoint.superseded = ()
 
-    def supersede(self, tokens: Sequence[int], expected: Collection[int], near: Node | None = None
-                  ) -> list[Checkpoint]:
+    def supersede(self, tokens: Sequence[int], expected: Collection[int], near: Node | None = None,
+                  line: Line | None = None) -> list[Checkpoint]:
         """Notes that a conversation has reached the end of `tokens`: of the checkpoints on the path, only those at the
-        expected positions, and those that several prompts resumed at, stay likely to be resumed. Returns those at the
-        expected positions. near: as in `insert`."""
+        expected positions, ends of other lines, and those that several prompts resumed at, stay likely to be resumed.
+        Returns those at the expected positions. near: as in `insert`."""
         found, start = [], self._nearest(near, len(tokens))
         for node, depth, rest in chain(_upward(start), self._walk(tokens, start)):
             if not node.checkpoints or depth < node.depth:
@@ -193,7 +204,7 @@ class PrefixTree:
             found += [checkpoint for checkpoint in passed if checkpoint.done in expected]
             for checkpoint in passed:
                 checkpoint.likely_resume = checkpoint.likely_resume and (
-                    checkpoint.done in expected or checkpoint.uses > 1
+                    checkpoint.done in expected or checkpoint.uses > 1 or checkpoint.line not in (None, line)
                 )
         return sorted(found, key=lambda checkpoint: checkpoint.done)
 
@@ -248,10 +259,12 @@ class PrefixTree:
             checkpoint.logits = None
             self.changes += 1
 
-    def evict(self) -> bool:
-        """Removes the least valuable checkpoint and the pages that only it needed; False if all are locked."""
+    def evict(self, keeping: bool = False) -> bool:
+        """Removes the least valuable checkpoint and the pages that only it needed; False if all are locked. keeping:
+        for another checkpoint, and not for what a sequence cannot run without: then also False if only pinned ones,
+        ends of preempted sequences and ends of lines with running sequences are left."""
         victim = min((one for one in self._checkpoints if not one.locks), key=self._order, default=None)
-        if victim is None:
+        if victim is None or (keeping and any(self._order(victim)[:3])):
             return False
         if victim.pinned:
             log.warning("the pinned prompt of %d tokens is evicted for a running request: raise `memory`", victim.done)
@@ -285,6 +298,7 @@ class PrefixTree:
             assert checkpoint.done == node.depth * PAGE + len(tail) // 8, "a checkpoint's position is wrong"
             assert (checkpoint.page is None) == (not tail), "a checkpoint has a tail and no page, or a page and no tail"
             assert (checkpoint.logits is None) == (checkpoint not in self._ends), "a checkpoint's logits are miscounted"
+            assert checkpoint.line is None or checkpoint in checkpoint.line.ends, "a checkpoint is no end of its line"
         for node in self._nodes():
             assert node.children or node.checkpoints, "pages are kept that no checkpoint needs"
             assert node.checkpoints or len(node.children) > 1, "a node should be joined with its child"
@@ -293,8 +307,11 @@ class PrefixTree:
             assert node.depth == node.parent.depth + len(node.pages) > node.parent.depth, "a node's depth is wrong"
             assert node.kept, "a node in the tree is marked as removed"
 
-    def _order(self, checkpoint: Checkpoint) -> tuple[bool, bool, bool, float]:
-        return checkpoint.pinned, checkpoint.guards > 0, checkpoint.likely_resume, self._worth(checkpoint)
+    def _order(self, checkpoint: Checkpoint) -> tuple[bool, bool, int, int, bool, bool, float]:
+        likely, line = checkpoint.likely_resume, checkpoint.line
+        rank = line.rank if line and likely else 0
+        return (checkpoint.pinned, checkpoint.preempted > 0, rank, checkpoint.done if rank else 0,
+                checkpoint.guards > 0, likely, self._worth(checkpoint))
 
     def _worth(self, checkpoint: Checkpoint) -> float:
         saved = checkpoint.saved
@@ -374,6 +391,8 @@ class PrefixTree:
         del checkpoint.node.checkpoints[checkpoint.tail]
         self._ends.pop(checkpoint, None)
         checkpoint.logits, checkpoint.superseded = None, ()
+        if checkpoint.line:
+            checkpoint.line.drop(checkpoint)
         self.changes += 1
         for other in self._checkpoints:
             if other.parent is checkpoint:

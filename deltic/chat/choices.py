@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from deltic.chat.history import AnswerEnd
 from deltic.chat.output_router import Answer, AnswerCall, AnswerText, Delta, join, merge
 from deltic.chat.processor import PreparedRequest
-from deltic.errors import GenerationError
+from deltic.errors import GenerationError, RequestError, show
 from deltic.params import Event, Finish, TokenEvent, TokenLogprobs, Usage
 
 _MAX_PIECES = 256  # pieces of an answer that are kept before they are joined
@@ -25,6 +27,7 @@ class Choice:
     said: text, reasoning and calls in the order of generation.
     stop: the stop string that ended it.
     prompt_logprobs: one for each token of the prompt but the first, if requested.
+    end: where other conversations can go on, if it is recorded.
     """
 
     index: int
@@ -39,6 +42,7 @@ class Choice:
     said: tuple[Delta, ...] = field(default=(), compare=False)
     stop: str | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    end: AnswerEnd | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +85,15 @@ class ChoiceDelta:
 
     number: index of the choice among those of all requests.
     done: the whole choice, set with its last piece.
-    remember: records the choice for following prompts; to be called when it is done.
+    remember: records the choice for following prompts; to be called when it is done. Returns its end if it can be
+        forked.
     """
 
     number: int
     deltas: list[Delta]
     scores: list[TokenScore]
     done: Choice | None = None
-    remember: Callable[[], None] | None = None
+    remember: Callable[[], AnswerEnd | None] | None = None
 
 
 @dataclass(slots=True)
@@ -141,7 +146,8 @@ class _OpenChoice:
         return ChoiceDelta(number, deltas, scores, self._choice(answer, self.end),
                      self.remembering(answer, self.end.finish, ended))
 
-    def remembering(self, answer: Answer, finish: Finish | None, ended: bool = False) -> Callable[[], None] | None:
+    def remembering(self, answer: Answer, finish: Finish | None, ended: bool = False
+                    ) -> Callable[[], AnswerEnd | None] | None:
         """Returns a function that records the choice."""
         if self.job.remember is None or finish is None:
             return None
@@ -191,6 +197,14 @@ class AnswerAssembler:
                 touched[number] = open_choice
         return [self._piece(number, open_choice) for number, open_choice in touched.items()]
 
+    def set_end(self, number: int, end: AnswerEnd | None) -> None:
+        """Sets the end of a finished choice in its output."""
+        row = bisect_right(self._firsts, number) - 1
+        done, choice = self._done[row], number - self._firsts[row]
+        done[choice] = replace(done[choice], end=end)
+        if self.outputs[row]:
+            self.outputs[row] = ChatOutput(tuple(done[choice] for choice in sorted(done)))
+
     def stop(self, row: int) -> None:
         """Takes no more tokens of a request: its choices end where they are."""
         self._stopped.add(row)
@@ -201,7 +215,7 @@ class AnswerAssembler:
     def stopped(self, row: int) -> bool:
         return row in self._stopped
 
-    def close(self) -> list[Callable[[], None]]:
+    def close(self) -> list[Callable[[], AnswerEnd | None]]:
         """Drops unfinished choices. Returns functions that record what clients have seen of them, so that answers with
         the same text and other reasoning are known to be ambiguous."""
         left = [open_choice.remembering(join(open_choice.said), "abort") for open_choice in self._open.values()]
@@ -246,3 +260,15 @@ class AnswerAssembler:
                 if len(done) == len(self._numbers(row)):
                     self.outputs[row] = ChatOutput(tuple(done[choice] for choice in sorted(done)))
         return piece
+
+
+def answer_end(output: Any) -> AnswerEnd:
+    """Returns where an output of `chat`, or one of its choices, ended. RequestError if nothing can branch off there."""
+    choice = output.choices[0] if isinstance(output, ChatOutput) else output
+    if not isinstance(choice, Choice):
+        raise RequestError(f"fork_from must be an output of chat, or one of its choices, not {show(output)}",
+                           "fork_from")
+    if choice.end is None:
+        raise RequestError("fork_from needs an answer of a conversation that has ended outside of think blocks and "
+                           "calls, and not at a stop string", "fork_from")
+    return choice.end

@@ -45,15 +45,17 @@ from deltic.chat.history_store import (
     OwnedEntries,
     chain_ids,
     ids_digest,
+    pack,
     reasoning_hash,
     record_name,
+    unpack,
 )
 from deltic.chat.message_cache import Schemas
-from deltic.chat.messages import REASONING
+from deltic.chat.messages import REASONING, normalise_messages
 from deltic.chat.output_router import Answer
 from deltic.chat.tokenizer import UNBOUNDED, Tokenizer, TokenLimit
 from deltic.chat.tool_arguments import argument_schema, typed
-from deltic.errors import DelticError, LongPromptError
+from deltic.errors import DelticError, LongPromptError, RequestError
 from deltic.params import Finish
 
 MODES = ("template", "preserve")
@@ -67,6 +69,8 @@ _CHARS_BY_TOKEN = 4  # of usual text
 _MAX_PROMPT_CHARS = 64_000_000
 _CHARS_OF_ID = 40  # memory of an id in a prompt that is kept
 _ANSWER_SHARE = 4  # a preserved prompt leaves 1/4 of the context to its answer
+_BEFORE = normalise_messages([{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}])
+"""In place of a conversation whose ids are known, to render what follows it."""
 _SAMPLE = "The quick brown fox: 0.5 \u00e9t\u00e9 \u6f22\u5b57\n\n{}"
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,15 @@ class HistoryTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerEnd:
+    """The end of a recorded answer, where any number of conversations can go on. key, digest: of its record."""
+
+    key: str
+    digest: str
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
 class _BaseAnswer:
     """The recorded answer that a prompt builds on: its index among the messages, its name, record and ids."""
 
@@ -98,6 +111,17 @@ class _BaseAnswer:
     name: str
     record: AnswerRecord
     ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PortableAnswer:
+    """A recorded answer for another process. index: of its message. key: of its record there, for no owner. ids: prompt
+    and answer. data: the record without them."""
+
+    index: int
+    key: str
+    ids: tuple[int, ...]
+    data: bytes
 
 
 class RenderedPrompts:
@@ -154,12 +178,38 @@ class History:
             self._prompts.put(states[-1], prompt, owner)
         return replace(turn, state=states[-1], schemas=schemas, owner=owner)
 
+    def branch(self, conversation: Conversation, end: AnswerEnd, owner: str = "") -> HistoryTurn:
+        """Returns the prompt for the next answer after the messages of a conversation, which follow a recorded answer:
+        all ids of that one, and those of the text after it. RequestError if the answer is not known any more."""
+        record = self._records.find_digest(end.key, end.digest, owner) if owner == end.owner else None
+        chain = self._records.chain(end.key, record, owner) if record else None
+        ids = chain_ids(chain) if chain else None
+        if not ids or not record:
+            raise RequestError("fork_from names an answer whose tokens are not kept any more, or under another "
+                               "cache_salt: send the whole conversation in messages", "fork_from")
+        whole = replace(conversation, messages=[*_BEFORE, *conversation.messages])
+        try:
+            parts = _text_around(whole, len(_BEFORE) - 1)
+        except DelticError as error:
+            raise RequestError("these messages cannot follow an answer; leave out fork_from and send the whole "
+                               f"conversation: {error}", "messages") from error
+        if len(parts) != 2:
+            raise RequestError("the chat template does not render messages alone: leave out fork_from and send the "
+                               "whole conversation", "fork_from")
+        tail = conversation.tokenizer.encode(parts[1], quoted=True, bound=self._bound.after(len(ids)))
+        state, schemas = end.key, conversation.schemas
+        for message in conversation.messages:
+            state = _state_behind(conversation, message, schemas, state)
+        turn = _extend(whole, _BaseAnswer(len(_BEFORE) - 1, record_name(end.key, record), record, ids), tail)
+        return replace(turn, state=state, schemas=schemas, owner=owner)
+
     def remember(self, turn: HistoryTurn, hidden: Sequence[int], tokens: Sequence[int], finish: Finish, answer: Answer,
-                 whole: bool) -> None:
+                 whole: bool) -> AnswerEnd | None:
         """Records one finished answer. hidden: the request's stop ids. tokens: those of the answer, with its end token.
-        whole: the text ended with the tokens, outside of think blocks and calls, and not at a stop string."""
+        whole: the text ended with the tokens, outside of think blocks and calls, and not at a stop string. Returns its
+        end if a conversation can go on there."""
         if not tokens:
-            return
+            return None
         special = self._tokenizer.special
         ended = finish == "stop" and (tokens[-1] in special or tokens[-1] in hidden)
         ids = tokens[:-1] if ended else tokens
@@ -168,13 +218,32 @@ class History:
         try:
             read = [(name, json.loads(text)) for name, text in calls]
         except ValueError:  # cut within a call, which no client can send back
-            return
+            return None
         visible = _visible(answer.content, read, turn.schemas)
         spelled = array("i", turn.ids) + array("i", ids)
         record = AnswerRecord(answer.content, answer.reasoning, calls, spelled[turn.kept:] if sound else array("i"),
                     ids_digest(spelled), turn.parent, turn.kept, turn.system_prefix_len,
                     (*turn.thoughts, reasoning_hash(_plain_text(answer.reasoning))))
-        self._records.put(_next_state(turn.state, visible), record, turn.owner)
+        key = _next_state(turn.state, visible)
+        self._records.put(key, record, turn.owner)
+        return AnswerEnd(key, record.digest, turn.owner) if record.ids else None
+
+    def last_answer(self, conversation: Conversation, owner: str = "") -> PortableAnswer | None:
+        """Returns the last recorded answer of a conversation, for `keep_answer` of another process."""
+        schemas = conversation.schemas
+        _, base = self._recall(conversation, self._states(conversation, schemas, owner), owner)
+        if base is None:
+            return None
+        key = self._states(conversation, schemas, "")[base.index + 1]
+        record = replace(base.record, ids=array("i"), parent="", kept=0, ambiguous=False)
+        return PortableAnswer(base.index, key, base.ids, pack(key, record))
+
+    def keep_answer(self, key: str, ids: Sequence[int], data: bytes) -> None:
+        """Adds a record that `last_answer` returned, with its ids, unless it is damaged."""
+        record, whole = unpack(key, data, self._tokenizer.vocab_size), array("i", ids)
+        if record and record.digest == ids_digest(whole) and isinstance(record.content, str) and isinstance(
+                record.reasoning, str) and isinstance(record.system_prefix_len, int):
+            self._records.put(key, replace(record, ids=whole, parent="", kept=0))
 
     def flush(self) -> None:
         self._records.flush()

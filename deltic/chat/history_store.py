@@ -194,7 +194,7 @@ class AnswerLog:
         """Returns the record and its ancestors with their keys, oldest first; None if one of them is gone."""
         chain, length = [(key, record)], len(key)
         while parent := chain[-1][1].parent:
-            found = self._find_digest(parent[:length], parent[length:], owner) if len(chain) < _MAX_CHAIN else None
+            found = self.find_digest(parent[:length], parent[length:], owner) if len(chain) < _MAX_CHAIN else None
             if not found:
                 return None
             chain.append((parent[:length], found))
@@ -204,7 +204,8 @@ class AnswerLog:
         if self._store:
             self._writer.submit(lambda: None).result()
 
-    def _find_digest(self, key: str, digest: str, owner: str) -> AnswerRecord | None:
+    def find_digest(self, key: str, digest: str, owner: str) -> AnswerRecord | None:
+        """Returns the record of a key with this digest."""
         with self._lock:
             record = (self._records.get(owner, key) or {}).get(digest)
         return record or next((found for found in self.find(key, owner) if found.digest == digest), None)

@@ -15,7 +15,7 @@ from threading import Event
 from typing import Any, Literal
 
 from deltic.chat.conversation import Conversation, encode_prompt, encode_unfinished, load_template, system_prefix_len
-from deltic.chat.history import MODES, History, HistoryTurn
+from deltic.chat.history import MODES, AnswerEnd, History, HistoryTurn, PortableAnswer
 from deltic.chat.history_store import AnswerStore
 from deltic.chat.markers import THINK, closes_thinking
 from deltic.chat.message_cache import MessageCache
@@ -39,7 +39,16 @@ from deltic.chat.tools import PARSERS, CallForm, call_form
 from deltic.config import Limits
 from deltic.config.vision import Vision
 from deltic.errors import ConfigError, RequestError, TemplateError, context_bound, show, valid_text
-from deltic.params import MOST_TOKENS, Constraint, EngineRequest, Finish, ForcedTokens, Prompt, SamplingParams
+from deltic.params import (
+    MOST_TOKENS,
+    Constraint,
+    EngineRequest,
+    Finish,
+    ForcedTokens,
+    Lineage,
+    Prompt,
+    SamplingParams,
+)
 from deltic.vision.fetch import Fetcher
 from deltic.vision.images import Pixels, Video
 from deltic.vision.prompt import Reading, Shown, UnreadImages, with_pictures
@@ -57,9 +66,9 @@ MEDIA = "<__media__>"
 _AROUND = ("<|vision_start|>", "<|vision_end|>")
 """Tokens around a picture."""
 
-Remember = Callable[[Sequence[int], Finish, Answer, bool], None]
+Remember = Callable[[Sequence[int], Finish, Answer, bool], AnswerEnd | None]
 """Records a finished choice: its tokens with the end token, the finish reason, the answer, and True if the text ended
-with the tokens, outside of think blocks and calls and not at a stop string."""
+with the tokens, outside of think blocks and calls and not at a stop string. Returns its end if it can be forked."""
 
 
 Opens = Literal["turn", "message", "nothing"]
@@ -91,6 +100,15 @@ class PreparedRequest:
         """Keywords of the request's schemas that the compiled grammar does not enforce."""
         grammar = self.grammar and self.grammar.grammar
         return tuple(f"{grammar.field}.{name}" for name in grammar.ignored) if grammar else ()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPrefix:
+    """What following prompts begin with. stable_prefixes: where they may part. answer: the last recorded one."""
+
+    ids: tuple[int, ...]
+    stable_prefixes: tuple[int, ...]
+    answer: PortableAnswer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,19 +182,22 @@ class ChatProcessor:
         return own
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
-             answer: AnswerForm = FREE, variables: Mapping[str, Any] | None = None, history: str | None = None,
-             thinking_budget: int | None = None,
+             answer: AnswerForm = FREE, variables: Mapping[str, Any] | None = None,
+             history: str | AnswerEnd | None = None, thinking_budget: int | None = None,
              pictures: Shown | RequestError | None = None) -> PreparedRequest:
         """Prepares the next turn of a conversation; RequestError names a wrong field.
 
         answer: the tools that it may or must call, and the format of its content.
         variables: template variables, such as enable_thinking; also add_generation_prompt and continue_final_message as
             in transformers. Only answers that begin a turn are recorded.
-        history, thinking_budget: in place of the processor's. After so many tokens in think blocks the open block is
-            closed as the template closes one.
+        history: in place of the processor's; or the end of a recorded answer that the messages follow, in place of the
+            conversation so far: its exact tokens are continued.
+        thinking_budget: in place of the processor's. After so many tokens in think blocks the open block is closed as
+            the template closes one.
         pictures: decoded media by field, or the error to raise. Then nothing is fetched, and UnreadImages is raised if
             one is missing.
         """
+        fork, history = (history, None) if isinstance(history, AnswerEnd) else (None, history)
         mode = self._mode(history, variables or {})
         budget = self._config.thinking_budget if thinking_budget is None else thinking_budget
         _check(mode, budget, RequestError)
@@ -190,7 +211,7 @@ class ChatProcessor:
                                          parse_special=self._config.parse_special,
                                          cache=self._messages.of(self._owner))
         seen = self._seen(reading, pictures) if reading and reading.parts else []
-        turn = self._turn(conversation, mode, opens)
+        turn = self._branch(conversation, fork, opens) if fork else self._turn(conversation, mode, opens)
         form = call_form(self._config.tool_call_parser, template.source)
         grammar = self._grammar(conversation, answer, form)
         router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not answer.calls.parallel,
@@ -201,6 +222,8 @@ class ChatProcessor:
             forced = partial(ThinkingBudget, tokenizer=self.tokenizer, closing=closing, tokens=budget)
         remember = partial(self._history.remember, turn, sampling.stop_token_ids) if opens == "turn" else None
         prepared = _prepare(turn.ids, sampling, router, turn.stable_prefixes, remember, forced)
+        if fork:
+            prepared = replace(prepared, request=replace(prepared.request, lineage=Lineage(forks=True)))
         if seen and self._vision:
             prompt, places = with_pictures(turn.ids, seen, self._vision.tower, turn.stable_prefixes)
             self._bound.check(len(prompt))
@@ -327,6 +350,34 @@ class ChatProcessor:
         calls = CallAnswers(form, functions, choice.needed, choice.parallel, wanted)
         return self.grammars.grammar(lambda known, schemas: call_parts(calls, known.tags, schemas), "tools")
 
+    def saved_prefix(self, messages: Any, *, tools: Any = None, variables: Mapping[str, Any] | None = None,
+                     history: str | None = None, pictures: Shown | RequestError | None = None) -> SavedPrefix:
+        """Returns what following prompts of a conversation begin with, or all conversations with these system messages
+        and tools if there are no others. Arguments as in `chat`."""
+        roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
+        if {*roles} <= {"system", "developer"}:
+            ids = self.system_prefix(messages, tools=tools, variables=variables)
+            if not ids:
+                raise RequestError("there is nothing to save: conversations share no beginning without a system "
+                                   "message or tools", "messages")
+            return SavedPrefix(ids, (len(ids),))
+        opened = {**(variables or {}), "add_generation_prompt": roles[-1] != "assistant"}
+        request = self.chat(messages, tools=tools, variables=opened, history=history, pictures=pictures).request
+        if isinstance(request.prompt, Prompt) and request.prompt.pictures:
+            raise RequestError("a prompt with pictures cannot be saved: save what comes before them", "messages")
+        conversation = Conversation.read(self._template(tools), self.tokenizer, self._without_billing(messages), tools,
+                                         _opens(self._with_thinking(variables))[0],
+                                         parse_special=self._config.parse_special)
+        answer = self._history.last_answer(conversation, self._owner)
+        if answer and answer.index == len(roles) - 1 and self._mode(history, variables or {}) == "preserve":
+            return SavedPrefix(answer.ids, (), answer)
+        return SavedPrefix(request.ids, request.stable_prefixes,
+                           answer if answer and request.ids[:len(answer.ids)] == answer.ids else None)
+
+    def keep_answer(self, key: str, ids: Sequence[int], data: bytes) -> None:
+        """As `History.keep_answer`."""
+        self._history.keep_answer(key, ids, data)
+
     def flush(self) -> None:
         self._history.flush()
 
@@ -347,6 +398,17 @@ class ChatProcessor:
         prompt = encode_unfinished(conversation, opens == "message", replace(self._bound, field="messages"))
         start = system_prefix_len(conversation, prompt)
         return HistoryTurn(prompt.ids, (start,) if start else ())
+
+    def _branch(self, conversation: Conversation, end: AnswerEnd, opens: Opens) -> HistoryTurn:
+        if opens != "turn":
+            raise RequestError("fork_from begins a new answer: leave out continue_final_message and "
+                               "add_generation_prompt", "fork_from")
+        turn = self._history.branch(conversation, end, self._owner)
+        tower = self._vision and self._vision.tower
+        if tower and not {tower.image_token_id, tower.video_token_id}.isdisjoint(turn.ids[:turn.kept]):
+            raise RequestError("the conversation in fork_from has pictures: leave out fork_from and send it whole",
+                               "fork_from")
+        return turn
 
     def _without_billing(self, messages: Any) -> Any:
         cleaned = without_billing_headers(messages)

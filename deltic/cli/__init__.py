@@ -39,6 +39,7 @@ COMMANDS = {
     "rm": "delete a downloaded model",
     "connect": "show or write client settings for a running server",
     "cache": "show or clear the contents of a cache directory",
+    "state": "save, load and copy what a model has read, as files",
     "doctor": "check the installation and suggest fixes",
     "completion": "print a script that completes commands in a shell",
 }

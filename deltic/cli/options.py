@@ -186,7 +186,11 @@ _NOT_IN_FILES = ("--help", "--config", "--model")
 def options_of(parser: argparse.ArgumentParser, path: Path, has_model: bool) -> list[str]:
     """Returns the options in a YAML or TOML file as words of a command line. has_model: the command line names a MODEL,
     which overrides the file's. Raises UsageError with the name of a wrong key."""
-    content = _read_options(path)
+    return words_of(parser, str(path), _read_options(path), has_model)
+
+
+def words_of(parser: argparse.ArgumentParser, path: str, content: dict[Any, Any], has_model: bool = False) -> list[str]:
+    """As `options_of`, for the content of a file."""
     model, models = content.pop("model", None), content.pop("models", {})
     if not isinstance(model, str | None):
         raise UsageError(f"{path}: model must be the name of a model")
@@ -214,7 +218,7 @@ def _read_options(path: Path) -> dict[Any, Any]:
     return content or {}
 
 
-def _words(parser: argparse.ArgumentParser, path: Path, key: str, value: Any) -> list[str]:
+def _words(parser: argparse.ArgumentParser, path: str, key: str, value: Any) -> list[str]:
     name, actions = flag(key.removeprefix("--")), parser._option_string_actions
     action = actions.get(name)
     if action is None or name in _NOT_IN_FILES:

@@ -63,17 +63,34 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lenient", action="store_true",
                         help="do not refuse fields that would change the answer")
     parser.add_argument("--pin-prompt", action="append", type=_prompt_to_pin, default=[], metavar="FILE",
-                        help="a system prompt to prefill at start and to keep in the cache: text, or JSON with "
+                        help="a system prompt to prefill at start and to keep: text, or JSON with "
                              "messages and tools as clients send them; may be repeated")
+    parser.add_argument("--state-dir", type=path_name, metavar="DIR",
+                        help="a directory in which clients may save what the model has read of a prompt, and from "
+                             "which they load it (default: they may not)")
     parser.add_argument("--task", choices=("auto", "chat", "embed", "rerank"), default="auto",
                         help="what MODEL is for; auto: an encoder for its vectors or scores, others for chat (default)")
     parser.add_argument("--embedding-model", action="append", type=text, default=[], metavar="MODEL",
                         help="an encoder to serve beside MODEL; may be repeated")
     _add_models(parser)
+    _add_replicas(parser)
     options.add_template(parser)
     options.add_engine(parser)
     options.add_limits(parser)
-    advanced(parser, "--unix-socket-mode", "--log-text", "--drain-seconds", "--strip-billing-header")
+    advanced(parser, "--unix-socket-mode", "--log-text", "--drain-seconds", "--state-dir", "--ray-address",
+             "--strip-billing-header")
+
+
+def _add_replicas(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--replicas", type=_replicas, metavar="N",
+                        help="run N engines, on a Ray cluster; auto: as many as Ray Serve "
+                             "finds right")
+    parser.add_argument("--ray-address", type=text, metavar="ADDRESS",
+                        help="with --replicas: a running cluster, such as 10.0.0.1:6379 (default: a new one here)")
+
+
+def _replicas(given: str) -> int | str:
+    return given if given == "auto" else whole(1, 10_000)(given)
 
 
 def _add_connections(parser: argparse.ArgumentParser) -> None:
@@ -116,26 +133,32 @@ def run_serve(args: argparse.Namespace) -> int:
     limits = options.engine_options(args).get("limits", Limits())
     if limits.max_running_per_key and not keys:
         raise UsageError("--max-running-per-key needs API keys: without them all clients are one")
-    with _listener(args) as listener:
+    if args.replicas is not None:
+        from deltic.cli.cluster import serve_replicas
+
+        return serve_replicas(args, keys, tls)
+    options.refuse({"--ray-address": args.ray_address}, "{} needs --replicas: it names the cluster that they run on")
+    with listener_of(args) as listener:
         settings = {"listener": listener, "tls": tls, "drain_seconds": args.drain_seconds, "lenient": args.lenient,
                     "cors_origins": args.cors_origin, "allowed_hosts": args.allowed_host, "api_keys": keys,
-                    "share_prefix_cache": args.share_prefix_cache, "request_log": _request_log(args)}
+                    "share_prefix_cache": args.share_prefix_cache, "request_log": request_log_of(args)}
         host = args.host or _HOST
-        if _is_for_chat(args):
+        if is_for_chat(args):
             from deltic.server.app import serve
 
-            with _encoders(args, for_chat=True) as encoders:
-                serve(_chat_models(args), host, served_name=args.served_name, encoders=encoders, **settings)
+            with encoders_of(args, for_chat=True) as encoders:
+                serve(_chat_models(args), host, served_name=args.served_name, encoders=encoders,
+                      state_dir=args.state_dir, **settings)
             return 0
         _refuse_chat_options(args)
         from deltic.server.app import serve_encoders
 
-        with _encoders(args, for_chat=False) as encoders:
+        with encoders_of(args, for_chat=False) as encoders:
             serve_encoders(encoders, limits, host, on_ready=lambda line: print(line, flush=True), **settings)
     return 0
 
 
-def _listener(args: argparse.Namespace) -> socket.socket:
+def listener_of(args: argparse.Namespace) -> socket.socket:
     from deltic.server.run import listen, listen_unix
 
     if args.unix_socket is None:
@@ -168,7 +191,7 @@ def _keys(args: argparse.Namespace) -> dict[str, str | None]:
     return {**dict.fromkeys(given), **read_keys(read_text(args.api_key_file), args.api_key_file.name)}
 
 
-def _request_log(args: argparse.Namespace) -> RequestLog | None:
+def request_log_of(args: argparse.Namespace) -> RequestLog | None:
     if args.request_log is None:
         if args.log_text:
             raise UsageError("--log-text needs a log: give --request-log FILE, too")
@@ -178,9 +201,9 @@ def _request_log(args: argparse.Namespace) -> RequestLog | None:
     return RequestLog(args.request_log, args.log_text)
 
 
-def _is_for_chat(args: argparse.Namespace) -> bool:
+def is_for_chat(args: argparse.Namespace) -> bool:
     """True if MODEL is served for chat, False if it is an encoder."""
-    several = _loads_on_demand(args)
+    several = loads_on_demand(args)
     if args.task != "auto" or not args.model:
         for_chat = args.task in ("auto", "chat")
         if not for_chat and (several or not args.model):
@@ -198,7 +221,7 @@ def _is_for_chat(args: argparse.Namespace) -> bool:
 
 
 def _refuse_chat_options(args: argparse.Namespace) -> None:
-    options.refuse({"--pin-prompt": args.pin_prompt, "--log-text": args.log_text,
+    options.refuse({"--pin-prompt": args.pin_prompt, "--state-dir": args.state_dir, "--log-text": args.log_text,
                     "--chat-template": args.chat_template, "--history": args.history != "preserve",
                     "--strip-billing-header": args.strip_billing_header, "--thinking-budget": args.thinking_budget,
                     "--tool-call-parser": args.tool_call_parser != "auto", "--parse-special": args.parse_special},
@@ -206,7 +229,7 @@ def _refuse_chat_options(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _encoders(args: argparse.Namespace, for_chat: bool) -> Iterator[list[EmbeddingService]]:
+def encoders_of(args: argparse.Namespace, for_chat: bool) -> Iterator[list[EmbeddingService]]:
     """Loads the encoders: MODEL, unless it is for chat, and those beside it."""
     given = options.engine_options(args)
     shared = {name: value for name, value in given.items() if name in _ENCODER_OPTIONS}
@@ -236,14 +259,14 @@ def _encoder(model: str, name: str | None, **settings: Any) -> Iterator[Embeddin
 
 
 def _chat_models(args: argparse.Namespace) -> LLM | ModelSet:
-    if _loads_on_demand(args):
+    if loads_on_demand(args):
         return _model_set(args)
     llm = open_llm(args)
-    _prepare(args, llm)
+    prepare_llm(args, llm)
     return llm
 
 
-def _prepare(args: argparse.Namespace, llm: LLM) -> None:
+def prepare_llm(args: argparse.Namespace, llm: LLM) -> None:
     """Does what the first request should not have to wait for."""
     for line in llm.runtime.memory.notes if llm.runtime.options.on_gpu else ():
         note(line)
@@ -266,7 +289,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
                             "Beyond it idle models are unloaded, the least recently used first")
 
 
-def _loads_on_demand(args: argparse.Namespace) -> bool:
+def loads_on_demand(args: argparse.Namespace) -> bool:
     return bool(args.models) or args.idle_unload is not None or args.models_memory is not None
 
 
@@ -316,7 +339,7 @@ def _load(args: argparse.Namespace, cache: int) -> LLM:
     own = options.without(options.without(args, "gpu_memory"), "gpu_memory_utilization")
     llm = open_llm(own, memory=str(cache))
     try:
-        _prepare(args, llm)
+        prepare_llm(args, llm)
         llm.warm_up()
     except BaseException:
         llm.close()

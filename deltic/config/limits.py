@@ -76,8 +76,11 @@ class Limits:
     document_seconds: float = _limit(10.0, "seconds of processor time to read a PDF document", 0.01)
 
     # Stored responses
-    max_stored_responses: int = _limit(1000, "responses kept for previous_response_id, by last use", 0)
+    max_stored_responses: int = _limit(1000, "responses kept for previous_response_id and fork_from, by last use", 0)
     max_stored_mib: int = _limit(64, "MiB of stored responses", 0)
+
+    # Saved states
+    max_states_mib: int = _limit(10_240, "MiB of saved states in the server's directory", 0)
 
     def __post_init__(self) -> None:
         for limit in fields(self):

@@ -8,13 +8,15 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from math import isfinite
 from typing import Any
 
 from torch import Tensor
 
+from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import grid_spacing
 from deltic.engine.admission import keys_of, new_sequence, salted
 from deltic.engine.async_schedule import schedule_async
@@ -107,6 +109,14 @@ class Engine:
         self._public += [] if keys in self._public else [keys]
         return self.runtime.cache.tree.pin(prompt)
 
+    @contextmanager
+    def resting_cache(self) -> Iterator[HybridCache]:
+        """Lends the cache, with all checkpoints in its tree, for a `with` block. What is queued meanwhile is carried
+        out at its end."""
+        self._commit_checkpoints()
+        yield self.runtime.cache
+        self._failures.flush()
+
     def abort(self, request: str) -> None:
         """Ends a request now; its choices finish with reason "abort"."""
         self._commit_checkpoints()
@@ -146,7 +156,9 @@ class Engine:
         if flight:
             self._complete(flight, self._finish_overlapped if self.overlap else self._finish)
             self.stats.steps += 1
-            self._timed(flight, time.perf_counter() - began, self.stats.prompt_tokens - prompt_tokens)
+            seconds = time.perf_counter() - began
+            self.stats.busy_seconds += seconds
+            self._timed(flight, seconds, self.stats.prompt_tokens - prompt_tokens)
         self._failures.end_refused(self._fail_request)
         if not self.scheduler.running and not self.scheduler.waiting:
             self._failures.flush()  # no plan will follow soon

@@ -216,7 +216,8 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         # runner
         runtime = ModelRunner(source.name, files.place if files else None, config, options, source.generation, memory,
                               decoder, cache, threads, texts, records, head, encode,
-                              files.vision if files and encode else None, use.draft, experts, layers)
+                              files.vision if files and encode else None, use.draft, experts, layers,
+                              reader.model_identity(head is not None))
         runtime.check_kernels()
         times.done("cache")
         log.info("%s%s: loaded in %s", "the draft model " if use.drafts else "", source.name, times)

@@ -380,12 +380,14 @@ class Scheduler:
             # up to the first token without a log probability
             known = known[:len(sequence.scores) + 1] if sequence.scoring else known
             end = not (sequence.embeds or sequence.scoring)
-            cache = self.cache.admit(known, room, sequence.queue.load, end, keys)
+            lineage = sequence.queue.line or sequence.request.lineage
+            cache = self.cache.admit(known, room, sequence.queue.load, end, keys, lineage)
             if cache is not None:
                 log.debug("%s: %s", sequence.request.id, _reuse(len(sequence.tokens), diverged, cache))
             fork = None
         if cache is not None:
             sequence.start(cache)
+            sequence.queue.line = cache.line
             sequence.sampler.logits = fork.snapshot.logits if fork else sequence.sampler.logits
         return cache
 

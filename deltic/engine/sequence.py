@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deltic.cache.handles import CacheSnapshot, PreemptedState, SequenceCache
+from deltic.cache.lineage import Line
 from deltic.cache.offload.tiers import LoadRequest
 from deltic.params import (
     PAGE,
@@ -84,6 +85,7 @@ class QueueState:
     known: the prefix tree's tokens of it, and the tree's change count at that time.
     turn: the step since which it runs or waits without a break.
     rest: the state to resume, if it was preempted at the end of its quantum.
+    line: the conversation that it belongs to, once it has run.
     """
 
     fork_point: ForkPoint | None = None
@@ -92,6 +94,7 @@ class QueueState:
     known: tuple[int, int] = (0, -1)
     turn: int = 0
     rest: PreemptedState | None = None
+    line: Line | None = None
 
 
 @dataclass(slots=True)

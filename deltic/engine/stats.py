@@ -231,6 +231,7 @@ class EngineStats:
     async_steps: steps that were launched before the host had the tokens of the step before.
     prompt_tokens: processed prompt tokens; those of a preempted request count again.
     reused_tokens: prompt tokens of finished requests that the cache knew.
+    busy_seconds: time in steps.
     last_overhead: seconds of the last step outside of the model's forward pass.
     """
 
@@ -241,4 +242,5 @@ class EngineStats:
     generated_tokens: int = 0
     finished: int = 0
     failed: int = 0
+    busy_seconds: float = 0.0
     last_overhead: float = 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import warnings
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +29,8 @@ _CONTEXT = 512 << 20
 _SMALL_CARD = 32 << 30
 _SMALL_CARD_BUDGET = 2048
 """Tokens of a step on a small card."""
+_WHOLE_BLOCK_MIB = 32
+"""Larger blocks of a small card's memory are not split."""
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 """glibc's numbers of options for mallopt."""
 
@@ -198,7 +199,6 @@ def fit_card(options: EngineConfig) -> EngineConfig:
     for a small card: what these work in is better used for the cache."""
     if not options.on_gpu:
         return options
-    _map_pages()
     card = card_memory(options)
     if options.gpu_memory is not None:
         for device in options.devices:
@@ -208,17 +208,19 @@ def fit_card(options: EngineConfig) -> EngineConfig:
                 raise ConfigError(f"gpu_memory={options.gpu_memory} is less than CUDA and other programs take on this "
                                   f"GPU, {others >> 20} MiB: raise it", "gpu_memory")
             torch.cuda.set_per_process_memory_fraction((card.limit - others) / total, torch.device(device).index)
+    if card.limit <= _SMALL_CARD:
+        _keep_blocks_whole()
     return fit_steps(options, card.limit)
 
 
-def _map_pages() -> None:
-    """Lets torch map the GPU's memory in pages, so that memory between two tensors can be used for a larger one. The
-    environment of the process comes first."""
+def _keep_blocks_whole() -> None:
+    """Keeps torch from splitting large blocks of memory. Otherwise tensors of short steps take parts of them, and those
+    of longer ones find no room on a GPU that is nearly full. The environment of the process comes first."""
     if "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "PYTORCH_ALLOC_CONF" in os.environ:
         return
-    with warnings.catch_warnings():  # the function that torch recommends instead is private, too
-        warnings.simplefilter("ignore", FutureWarning)
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    # torch has no public function; the second one warns where the first one exists
+    found = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    found(f"max_split_size_mb:{_WHOLE_BLOCK_MIB}")
 
 
 def fit_steps(options: EngineConfig, limit: int) -> EngineConfig:

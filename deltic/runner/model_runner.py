@@ -17,6 +17,7 @@ from deltic.cache.handles import SequenceCache
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryPlan
 from deltic.cache.offload.disk import DiskRecords
+from deltic.cache.offload.identity import ModelIdentity
 from deltic.cache.operations import CopyPage, CopySlot
 from deltic.cache.sharded_pools import ShardedPools
 from deltic.cache.tensors import CachePools
@@ -135,6 +136,7 @@ class ModelRunner:
     notes: small records on disk, if there is a cache directory.
     mtp: the model's draft head, if it is used.
     encode, vision: the vision tower, if there is one.
+    identity: what the model is known by elsewhere, if its weights lie in files.
     statistics: the last step's layer outputs, if `options.debug_layers`.
     hooks: called with each layer's output, which they may replace; layers are then computed one by one.
     profiler: called with each batch before its step, while a profile is taken.
@@ -165,6 +167,7 @@ class ModelRunner:
     draft: Model | None = None
     experts: ExpertOffload | None = None
     layers: LayerOffload | None = None
+    identity: ModelIdentity | None = None
     statistics: list[LayerStatistics] = field(default_factory=list)
     hooks: list[Observer] = field(default_factory=list)
     profiler: Callable[[Batch], None] | None = None

@@ -8,12 +8,13 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from deltic.cache.offload.identity import FileMark, Identity, machine_facts
+from deltic.cache.offload.identity import FileMark, Identity, ModelIdentity, machine_facts
 from deltic.config import DTYPE_BYTES, DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.errors import ConfigError, ModelError
 from deltic.loader.gguf.load import (
@@ -99,7 +100,7 @@ class WeightReader:
         check_degree(source.config, options.shards, self.tiled or quantizes, self.tiled)
         if options.shards > 1 and options.on_gpu:
             check_gpus(source.config, options, dtype, self.tiled or quantizes)
-        self._marks = self._mark_files() if files and (options.cache_dir or options.aot_dir) else []
+        self._marks, self._marked = self._mark_files() if files and files.weights is None else ([], 0)
         in_files = files if files and not files.weights else None
         check_experts(in_files, source.config, options, dtype, self.tiled or quantizes)
         self._here = beside_card(options) or not options.offloads_experts
@@ -142,6 +143,15 @@ class WeightReader:
         facts = {"random": self.source.random, "config": self.source.config, "dtype": self.dtype,
                  "packed": self.tiled, "quant": self._scheme, "head": head}
         return Identity(facts, self._marks)
+
+    def model_identity(self, head: bool) -> ModelIdentity | None:
+        """Returns what the model is known by elsewhere; None if the weights do not lie in files. head: with a draft
+        head."""
+        made, files = self.identity(head), self.source.files
+        if files and files.weights is not None:
+            return None
+        facts = {name: fact for name, fact in made.facts.items() if name not in ("dtype", "head")}
+        return ModelIdentity(made, Identity(facts, self._marks[:self._marked]))
 
     def read(self, layers: LayerPlan) -> tuple[list[dict[str, Weight]], PinnedExpertStore | None]:
         """Returns each device's part of the weights, except plain experts beside a GPU, which are in the store. layers:
@@ -273,16 +283,18 @@ class WeightReader:
                  "quant": options.quant, "tp": options.shards}
         return PackedFile(options.aot_dir, machine_facts(options, self.ops), Identity(facts, self._marks))
 
-    def _mark_files(self) -> list[FileMark]:
-        """Marks the files of the weights and, for the answer records beside a tier, of the tokenizer."""
+    def _mark_files(self) -> tuple[list[FileMark], int]:
+        """Marks the files of the weights and, for the answer records beside a tier, of the tokenizer; then those that
+        have nothing but a draft head. Returns the marks, and how many come before these."""
         files = self.source.files
         assert files
-        try:
-            found = files.weight_files(isinstance(self.options.speculation, Auto | Mtp))
-        except ModelError:  # `read_head` reports it
-            found = files.weight_files(False)
+        found, head = files.weight_files(False), tuple[Path, ...]()
+        if isinstance(self.options.speculation, Auto | Mtp):
+            with suppress(ModelError):  # `read_head` reports it
+                head = files.weight_files(True)
         tokenizer = files.path / "tokenizer.json"
-        return [FileMark.of(path) for path in (*found, *([tokenizer] if tokenizer.is_file() else []))]
+        found = (*found, *([tokenizer] if tokenizer.is_file() else []))
+        return [FileMark.of(path) for path in dict.fromkeys((*found, *head))], len(found)
 
 
 def weight_sizes(config: ModelConfig, dtype: DType, scheme: str) -> dict[str, int]:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from ssl import SSLContext
 from types import MappingProxyType
 from typing import Any, Final, TypedDict, Unpack
@@ -20,10 +21,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
+from deltic.cache.offload.state_stores import StateDirectory
 from deltic.config import Limits
 from deltic.errors import ConfigError
 from deltic.llm import LLM
-from deltic.server import anthropic, embeddings, model_routes, ollama, openai, operations, page, responses
+from deltic.server import anthropic, embeddings, model_routes, ollama, openai, operations, page, responses, states
 from deltic.server.async_engine import STUCK_AFTER
 from deltic.server.body import BodyReader
 from deltic.server.embeddings import EmbeddingService, Services
@@ -57,11 +59,13 @@ class AppOptions(TypedDict, total=False):
     lenient: bool
     request_log: RequestLog | None
     encoders: Sequence[EmbeddingService]
+    state_dir: str | Path | None
 
 
 _DEFAULTS: Final[AppOptions] = {
     "served_name": None, "api_keys": MappingProxyType({}), "share_prefix_cache": False, "cors_origins": (),
-    "allowed_hosts": ("*",), "stuck_after": STUCK_AFTER, "lenient": False, "request_log": None, "encoders": ()}
+    "allowed_hosts": ("*",), "stuck_after": STUCK_AFTER, "lenient": False, "request_log": None, "encoders": (),
+    "state_dir": None}
 
 
 def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
@@ -72,6 +76,7 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     pages that may use the server ("*": all). allowed_hosts: names of the server ("*": all). stuck_after: seconds
     without progress after which /health fails. lenient: ignore fields that would be refused. request_log: gets a line
     for each request, and is closed at the end. encoders: models of vectors and scores.
+    state_dir: a directory in which clients may save prefixes, and from which they load them.
     Limits of connections are enforced by `serve`. ConfigError if the options do not fit together.
     """
     given = _with_defaults(options)
@@ -88,6 +93,7 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     if not isinstance(llm, ModelSet):
         engine, store = registry.keep(llm).engine, ResponseStore(limits, llm.runtime.notes)
     routes = [*openai.routes(registry, check), *responses.routes(registry, store, check),
+              *states.routes(registry, store, _state_directory(given), check),
               *anthropic.routes(registry, check), *ollama.routes(registry, services, reader, check),
               *model_routes.routes(registry, services, check), *embeddings.routes(services, check),
               *operations.routes(registry, services, records, log, check), *page.routes()]
@@ -137,6 +143,15 @@ def _with_defaults(options: AppOptions) -> AppOptions:
     if unknown := options.keys() - _DEFAULTS.keys():
         raise TypeError(f"create_app has no option {', '.join(sorted(unknown))}")
     return {**_DEFAULTS, **options}
+
+
+def _state_directory(options: AppOptions) -> Path | None:
+    """Returns the directory of saved states. Raises ConfigError if it cannot be used."""
+    if options["state_dir"] is None:
+        return None
+    found = StateDirectory(Path(options["state_dir"]).absolute())
+    found.create()
+    return found.root
 
 
 def _check_of(options: AppOptions) -> Check:

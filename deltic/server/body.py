@@ -86,7 +86,7 @@ class BodyReader:
                     seen = await with_images(chosen, missing)
                     return chosen, body, await record.work(partial(prepare, seen, body), len(raw))
 
-        async with self._received(request) as raw:
+        async with self.received(request) as raw:
             _check_headers(request)
             found = await while_connected(request.receive, work(raw))
             names = [name[:_LONGEST_NAME] for name in found[1].ignored[:_MOST_LOGGED]]
@@ -95,7 +95,8 @@ class BodyReader:
             return found
 
     @asynccontextmanager
-    async def _received(self, request: Request) -> AsyncIterator[bytes]:
+    async def received(self, request: Request) -> AsyncIterator[bytes]:
+        """Receives a body. Status 413: it is too large; BusyError: there are too many bodies."""
         upload = Upload(asyncio.timeout(None))
         try:
             with suppress(TimeoutError):

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from starlette.requests import Request
 
 from deltic.chat.choices import AnswerAssembler, ChoiceDelta, TokenScore
+from deltic.chat.history import AnswerEnd
 from deltic.chat.processor import ChatProcessor, PreparedRequest, bare_job, counting_bound, prompt_bound
 from deltic.chat.response_format import OutputFormat
 from deltic.chat.tokenizer import Tokenizer, TokenLimit
@@ -21,10 +23,11 @@ from deltic.config import Limits
 from deltic.engine.fair_executor import FairExecutor
 from deltic.errors import GenerationError, RequestError
 from deltic.llm import LLM
-from deltic.params import Event, SamplingParams, Usage
+from deltic.params import EngineRequest, Event, Lineage, SamplingParams, Usage
 from deltic.server.async_engine import AsyncEngine, RequestHandle
 from deltic.server.content import DocumentTexts, TextOf
 from deltic.server.fields import renamed, sent_name
+from deltic.server.forks import ForkStore
 from deltic.server.http import while_connected
 from deltic.server.records import ActiveRequests, RequestRecord, record_of, salt_of
 from deltic.vision.prompt import Shown
@@ -34,7 +37,8 @@ class GenerationStream:
     """The answers of some prepared requests, with their choices numbered through.
 
     usage: complete at the end of `deltas`. size: tokens and logprobs so far. names: what the client calls the fields
-    of its request. Close it when it is not needed any more.
+    of its request. keep_end: takes the numbers of choices that can be forked, and their ends. Close it when it is not
+    needed any more.
     """
 
     def __init__(self, engine: AsyncEngine, handle: RequestHandle, prepared: Sequence[PreparedRequest],
@@ -43,6 +47,7 @@ class GenerationStream:
         self.usage = Usage(0, 0, 0)
         self.size = 0
         self.names = names
+        self.keep_end: Callable[[int, AnswerEnd], None] | None = None
         self._engine = engine
         self._handle = handle
         self._memory = memory
@@ -75,7 +80,9 @@ class GenerationStream:
             deltas = self._answers.take(events)
             for delta in deltas:
                 if delta.remember:
-                    await self._memory.run(self._handle.client, delta.remember)
+                    end = await self._memory.run(self._handle.client, delta.remember)
+                    if end and self.keep_end:
+                        self.keep_end(delta.number, end)
                 if delta.done:
                     self._add_usage(delta.done.usage, first=delta.done.index == 0)
                     self._finishes.append(delta.done.finish)
@@ -115,6 +122,11 @@ class GenerationStream:
         """Returns prompts and answers, which are decoded when they are read."""
         return {"prompts": (spell(request.ids) for request in self._handle.asked),
                 "answers": (spell(tokens) for tokens in (self._tokens or {}).values())}
+
+    def sequences(self) -> Iterator[tuple[EngineRequest, list[int]]]:
+        """Yields each request of the engine with the tokens of its first answer since `keep_tokens`."""
+        for request in self._handle.asked:
+            yield request, (self._tokens or {}).get((request.id, 0), [])
 
     def progress(self) -> dict[str, Any]:
         """Returns how far it is, for `/v1/requests`."""
@@ -182,6 +194,7 @@ class ServedModel:
     records: ActiveRequests
     documents: DocumentTexts = field(default_factory=DocumentTexts)
     """Texts of the documents that were used last."""
+    forks: ForkStore = field(default_factory=lambda: ForkStore(Limits()))
 
     # of one request
     pictures: Shown | RequestError = field(default_factory=dict)
@@ -221,9 +234,10 @@ class ServedModel:
         await asyncio.to_thread(self.memory.shutdown)
 
     async def start(self, request: Request, prepared: Sequence[PreparedRequest], prompt_field: str, whole: bool,
-                    names: Mapping[str, str] = MappingProxyType({})) -> GenerationStream:
+                    names: Mapping[str, str] = MappingProxyType({}), response: str = "") -> GenerationStream:
         """Gives prepared requests to the engine. prompt_field: the field of the prompts. whole: the answers are not
-        streamed. names: what the client calls the fields of its request."""
+        streamed. names: what the client calls the fields of its request. response: the id under which other requests
+        may fork the answers."""
         record = record_of(request)
         self.records.take(record, sum(each.request.choices for each in prepared))
         prepared = [_charged(each, record) for each in prepared]
@@ -238,8 +252,11 @@ class ServedModel:
                 raise RequestError(str(error), prompt_field) from error
             raise
         run = record.run = GenerationStream(self.engine, handle, prepared, self.memory, whole, names)
-        if self.records.texts:
+        if response:
+            run.keep_end = partial(self.forks.put, response, self.name, self.owner)
+        if self.records.texts or self.records.observe:
             run.keep_tokens()
+        if self.records.texts:
             record.spell = self.text
         if record.cancelled:  # while it was prepared
             run.cut_short()
@@ -271,9 +288,12 @@ class ServedModel:
 
 
 def _charged(prepared: PreparedRequest, record: RequestRecord) -> PreparedRequest:
-    """The request, charged to a client, with the owner of the key in its salt."""
+    """The request, charged to a client, with the owner of the key in its salt and in the names of sessions."""
     salt = salt_of(record.prefix_owner, prepared.request.cache_salt)
-    return replace(prepared, request=replace(prepared.request, client=record.client_id, cache_salt=salt))
+    name, parent = (each and f"{record.owner} {salt} {each}" for each in (record.lineage.name, record.lineage.parent))
+    lineage = Lineage(name, parent, prepared.request.lineage.forks)
+    request = replace(prepared.request, client=record.client_id, cache_salt=salt, lineage=lineage)
+    return replace(prepared, request=request)
 
 
 async def _compile(record: RequestRecord, prepared: Sequence[PreparedRequest]) -> None:

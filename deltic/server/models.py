@@ -29,6 +29,7 @@ from deltic.server.body import BodyReader, Prepared
 from deltic.server.content import documents_in
 from deltic.server.errors import ProblemError
 from deltic.server.fields import Body
+from deltic.server.forks import ForkStore
 from deltic.server.generation import ServedModel
 from deltic.server.pictures import PictureDecoder
 from deltic.server.records import ActiveRequests, RequestRecord, record_of
@@ -125,7 +126,7 @@ class ModelRegistry:
                  stuck_after: float = STUCK_AFTER) -> None:
         """stuck_after: seconds without progress after which an engine counts as stuck."""
         self.models, self.limits = models, models.limits
-        self.pictures = PictureDecoder(models.limits)
+        self.pictures, self.forks = PictureDecoder(models.limits), ForkStore(models.limits)
         self._reader = reader
         self._records = records
         self._stuck_after = stuck_after
@@ -151,7 +152,7 @@ class ModelRegistry:
 
     def _serve(self, llm: LLM, name: str) -> ServedModel:
         engine = AsyncEngine(llm.worker, llm.runtime.memory.max_batch, self.limits, self._stuck_after)
-        return ServedModel(llm, engine, name, FairExecutor(1, "deltic-memory"), self._records)
+        return ServedModel(llm, engine, name, FairExecutor(1, "deltic-memory"), self._records, forks=self.forks)
 
     def entries(self) -> list[ModelEntry]:
         return [ModelEntry(entry.source.name, entry.created, entry.context, entry.sees, entry.served is not None)

@@ -46,26 +46,28 @@ Spell = Callable[[int], bytes]
 def routes(models: ModelRegistry, check: Check) -> list[Route]:
     async def chat(request: Request) -> Response:
         served, body, prepared = await models.read(request, ChatRequest, prepare_chat)
-        run = await served.start(request, [prepared], "messages", not body.stream, body.notes.sent)
+        id = ChatFormatter.prefix + uuid.uuid4().hex
+        run = await served.start(request, [prepared], "messages", not body.stream, body.notes.sent,
+                                 "" if body.store is False else id)
         hidden = prepared.texts.again if body.include_reasoning is False else None
         formatter = ChatFormatter(served.token_bytes, bool(body.logprobs), hidden)
-        return await _answer(request, served, run, formatter, body, prepared.request.ids)
+        return await _answer(request, served, run, formatter, body, id, prepared.request.ids)
 
     async def complete(request: Request) -> Response:
         served, body, (prepared, echo) = await models.read(request, CompletionRequest, prepare_completions)
         run = await served.start(request, prepared, "prompt", not body.stream, body.notes.sent)
         formatter = CompletionFormatter(served.token_bytes, body.logprobs is not None, echo)
-        return await _answer(request, served, run, formatter, body)
+        return await _answer(request, served, run, formatter, body, CompletionFormatter.prefix + uuid.uuid4().hex)
 
     return [ApiRoute("/v1/chat/completions", chat, check, body=ChatRequest),
             ApiRoute("/v1/completions", complete, check, body=CompletionRequest)]
 
 
 async def _answer(request: Request, served: ServedModel, run: GenerationStream, formatter: Formatter,
-                  body: ChatRequest | CompletionRequest, ids: Sequence[int] = ()) -> Response:
-    """ids: the prompt's, for a chat that wants its logprobs."""
+                  body: ChatRequest | CompletionRequest, id: str, ids: Sequence[int] = ()) -> Response:
+    """id: of the answer. ids: the prompt's, for a chat that wants its logprobs."""
     if body.stream:
-        chunk = AnswerChunk(formatter.chunk_kind, served.name, formatter.prefix)
+        chunk = AnswerChunk(formatter.chunk_kind, served.name, id)
         return EventStream(_stream(run, formatter, chunk, body), openai_event, run.close)
     done = await served.gather(request, run)
     if isinstance(body, CompletionRequest) and body.best_of:
@@ -73,7 +75,7 @@ async def _answer(request: Request, served: ServedModel, run: GenerationStream, 
     found = done[0].done.prompt_logprobs if ids and done[0].done else None
     more = {} if found is None else {"prompt_logprobs": _prompt_logprobs(ids, found, served.token_bytes)}
     choices = (formatter.whole(done.pop(0)) for _ in range(len(done)))
-    answer = AnswerChunk(formatter.whole_kind, served.name, formatter.prefix)
+    answer = AnswerChunk(formatter.whole_kind, served.name, id)
     return await written(request, answer.wrap(choices, usage=usage_fields(run.usage), **more), run.size)
 
 
@@ -123,12 +125,11 @@ class AnswerChunk:
 
     kind: str
     model: str
-    prefix: str
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
     def wrap(self, choices: Iterable[Json], **more: Any) -> Json:
-        return {"id": self.prefix + self.id, "object": self.kind, "created": self.created, "model": self.model,
+        return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model,
                 "system_fingerprint": f"deltic-{__version__}", "choices": choices, **more}
 
     def events(self, **more: Any) -> Callable[[Json], bytes]:

@@ -156,12 +156,16 @@ class _CommonFields(SamplingFields):
 class ChatRequest(_CommonFields):
     """The body of /v1/chat/completions."""
 
-    schemas: ClassVar[Mapping[str, Any]] = {"messages": MESSAGES_SCHEMA | {"minItems": 1}}
+    schemas: ClassVar[Mapping[str, Any]] = {
+        "messages": MESSAGES_SCHEMA | {"minItems": 1},
+        "fork_from": {"type": ["string", "object"], "required": ["id"], "properties": {
+            "id": {"type": "string"}, "choice": {"type": "integer", "minimum": 0}}}}
     elsewhere: ClassVar[Mapping[str, str]] = {
         "input": "messages", "prompt": "messages", "text": "response_format", "max_output_tokens": "max_tokens",
         "system": "messages", "instructions": "messages"}
 
     messages: list[Any]
+    fork_from: Any = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -350,8 +354,9 @@ def prepare_chat(served: ServedModel, body: ChatRequest, translated: bool = Fals
     messages = reader.messages(body.messages)
     body.ignored.extend(reader.ignored)
     choice = ToolChoice.read(body.tool_choice, body.parallel_tool_calls is not False)
+    fork = None if body.fork_from is None else served.forks.find(body.fork_from, served.name, served.owner)
     prepared = processor.chat(
-        messages, body.sampling(served.limits), tools=tools, history=body.history,
+        messages, body.sampling(served.limits), tools=tools, history=fork or body.history,
         variables=body.variables(partial(processor.knows, tools=tools)), thinking_budget=body.thinking_budget,
         pictures=served.pictures, answer=AnswerForm(choice, body.output_format()))
     prepared = _truncated(served, body, prepared)

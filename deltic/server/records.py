@@ -27,6 +27,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deltic.config import Limits
 from deltic.engine.fair_executor import FairExecutor
 from deltic.errors import ConfigError, QuotaError, RequestError
+from deltic.params import Lineage
+from deltic.server.forks import lineage_of
 from deltic.server.http import Outbox, dump
 
 if TYPE_CHECKING:
@@ -111,6 +113,10 @@ class RequestRecord:
     """Frees its model at the end."""
     spell: Callable[[Sequence[int]], str] | None = None
     """Decodes tokens, if the log is to have texts."""
+    lineage: Lineage = field(default_factory=Lineage)
+    """The session that the client names."""
+    boundaries: Any = None
+    """Where other requests may part from it, if a front of several replicas has sent it."""
 
     @property
     def client_id(self) -> str:
@@ -139,12 +145,14 @@ class ActiveRequests:
     """The requests that are being answered.
 
     log: gets a line for each finished request. texts: lines have prompts and answers. responses: counts by status.
+    observe: called with each request at its end; its run keeps the tokens.
     """
 
     def __init__(self, limits: Limits, log: Callable[[Mapping[str, Any]], None] | None = None,
                  texts: bool = False) -> None:
         self.texts = texts
         self.executors = Executors()
+        self.observe: Callable[[RequestRecord], None] | None = None
         self.responses: Counter[int] = Counter()
         self.outbox = Outbox(limits.max_unsent_mib)
         self._limits, self._log = limits, log
@@ -160,8 +168,9 @@ class ActiveRequests:
         given = headers.get(ID_HEADERS[0].encode(), b"").decode("latin-1")
         id = given if _IDS.fullmatch(given) else "req_" + uuid.uuid4().hex
         record = RequestRecord(id, sender[0] if sender else "", scope["method"], scope["path"][:_LONGEST_PATH],
-                               self.executors)
-        scope.setdefault("state", {})["record"] = record
+                               self.executors, lineage=lineage_of(headers))
+        state = scope.setdefault("state", {})
+        state["record"], record.boundaries = record, state.get("boundaries")
         self._live[record] = None
         return record
 
@@ -173,6 +182,8 @@ class ActiveRequests:
             record.release()
         if self._log and (record.served or record.status is None or record.status >= 400):
             self._log(record.line())
+        if self.observe:
+            self.observe(record)
         # an idle connection keeps the record, and must not keep a model
         record.run = record.release = record.spell = None
 

@@ -107,7 +107,7 @@ class _ResponsesEndpoints:
         prepare = partial(self._prepare, record_of(request))
         served, body, (prepared, names, new) = await self.models.read(request, ResponsesRequest, prepare)
         run = new.run = await served.start(request, [prepared], "input", not body.stream,
-                                           {**body.notes.sent, **names})
+                                           {**body.notes.sent, **names}, new.id if new.keeps else "")
         self.active[new.id] = new
         if body.stream:
             return EventStream(self._stream(new, run), partial(self._failure, new), partial(self._end, new))

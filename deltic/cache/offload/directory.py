@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, cast
 
-from deltic.cache.offload.types import FullError
+from deltic.cache.offload.types import FullError, TierStoreError
 from deltic.errors import ConfigError
 
 ROOT: Final = "deltic-prefixes"
@@ -229,11 +229,8 @@ class CacheDirectory:
         writers left."""
         known = {file for (file,) in index.execute("SELECT file FROM items")}
         present = {entry.name for entry in os.scandir(self.root) if entry.is_file(follow_symlinks=False)}
+        remove_abandoned(self.root)
         for name in present - known:
-            unfinished = name.startswith(_TEMPORARY) and _is_abandoned(self.root / name)
-            if unfinished:
-                with suppress(OSError):
-                    (self.root / name).unlink()
             self.unlink_item(name)
         index.executemany("DELETE FROM items WHERE file = ?", [(file,) for file in known - present])
         index.execute("""DELETE FROM models WHERE model NOT IN
@@ -280,6 +277,22 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a plain file", str(path))
     return cast("BinaryIO", os.fdopen(descriptor, "rb", buffering=0))
+
+
+def read_regular(path: Path, size: int) -> bytearray:
+    """Returns the content of a file of a known size. Maps nothing: a mapped file that is cut kills the process. Raises
+    TierStoreError if the size is wrong."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size != size:
+            raise TierStoreError("has a wrong length")
+        data = bytearray(size)
+        place = 0
+        while place < size:
+            count = file.readinto(memoryview(data)[place:])  # type: ignore[attr-defined]
+            if not count:
+                raise TierStoreError("is truncated")
+            place += count
+    return data
 
 
 @contextmanager
@@ -360,6 +373,14 @@ def _open_private(path: str | Path, flags: int) -> int:
     with suppress(OSError):
         os.fchmod(descriptor, 0o600)
     return descriptor
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Deletes the temporary files of killed writers."""
+    for entry in os.scandir(folder):
+        if entry.name.startswith(_TEMPORARY) and _is_abandoned(Path(entry)):
+            with suppress(OSError):
+                os.unlink(entry)
 
 
 def _is_abandoned(path: Path) -> bool:

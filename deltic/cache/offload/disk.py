@@ -20,13 +20,14 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from deltic.cache.offload.directory import ITEM_SUFFIX, CacheDirectory, check_room, open_regular, temporary_file
+from deltic.cache.offload.directory import ITEM_SUFFIX, CacheDirectory, check_room, read_regular, temporary_file
 from deltic.cache.offload.types import FullError, StoredItem, TierStore, TierStoreError
 
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
                   "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
 _DTYPE_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
-_LENGTH_BYTES, _LARGEST_HEADER = 8, 1 << 20
+LARGEST_HEADER: Final = 1 << 20
+_LENGTH_BYTES = 8
 _BLOCK = 4096
 _ITEM_COLUMNS: Final = """CAST(kind AS TEXT), CAST(key AS TEXT), CAST(parent AS TEXT), CAST(start AS INTEGER),
     CAST(done AS INTEGER), CAST(size AS INTEGER), CAST(COALESCE(used, 0) AS REAL), CAST(file AS TEXT)"""
@@ -234,19 +235,10 @@ def _printable(text: str) -> str:
 
 
 def _read_checked(path: Path, size: int, checksum: int, most: int | None) -> bytearray:
-    """Reads a file of a known size and checksum. Maps nothing: a mapped file that is cut kills the process."""
-    if most is not None and size > most + _LARGEST_HEADER:
+    """Reads a file of a known size and checksum."""
+    if most is not None and size > most + LARGEST_HEADER:
         raise TierStoreError(f"has {size:,} bytes, and at most {most:,} can be right")
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size != size:
-            raise TierStoreError("has a wrong length")
-        data = bytearray(size)
-        place = 0
-        while place < size:
-            count = file.readinto(memoryview(data)[place:])  # type: ignore[attr-defined]
-            if not count:
-                raise TierStoreError("is truncated")
-            place += count
+    data = read_regular(path, size)
     if crc32(data) != checksum:
         raise TierStoreError("has a wrong checksum")
     return data

@@ -114,10 +114,19 @@ class Identity:
         return found, stop.set
 
 
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """made: of the weights as they were loaded. weights: of their numbers in the files, whatever the dtype, without a
+    draft head."""
+
+    made: Identity
+    weights: Identity
+
+
 class FileDigests:
     """Digests of files by their marks, remembered in a cache directory as far as that can be written to."""
 
-    def __init__(self, directory: CacheDirectory) -> None:
+    def __init__(self, directory: CacheDirectory | None) -> None:
         self._directory = directory
         self._found = dict[FileMark, str | None]()
 
@@ -125,7 +134,7 @@ class FileDigests:
         """Returns the digest of a marked file, hashed if it is not known; errors as `hash_file`."""
         found = self.find(mark)
         if found is None:
-            found = hash_file(mark, stopped)
+            found = self._found[mark] = hash_file(mark, stopped)
             self._remember(mark, found)
         mark.check()
         return found
@@ -137,6 +146,8 @@ class FileDigests:
         return self._found[mark]
 
     def _recall(self, mark: FileMark) -> str | None:
+        if self._directory is None:
+            return None
         with suppress(OSError, ModelError):
             with self._directory.read() as index:
                 row = index.execute("SELECT mark, sample, digest FROM digests WHERE path = ?",
@@ -146,7 +157,7 @@ class FileDigests:
         return None
 
     def _remember(self, mark: FileMark, digest: str) -> None:
-        if not mark.settled:
+        if self._directory is None or not mark.settled:
             return
         row = mark.path, _mark_text(mark), sample_file(mark), digest
         with suppress(OSError), self._directory.transaction() as index:

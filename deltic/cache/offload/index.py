@@ -43,6 +43,8 @@ _BACKLOG = 512 << 20
 is what its next turn needs. With more, prefixes are skipped."""
 _PAUSE = 60.0
 """Seconds between two scans of a store that other processes write to, and after an error before the next write."""
+_REFRESH = 0.2
+"""Seconds after a scan in which another one would find little."""
 _TRIES = 4
 """Attempts to write an item to a full store that items are deleted from."""
 
@@ -122,6 +124,11 @@ class TierIndex:
         else:
             self._start_scan()
 
+    @property
+    def writes(self) -> list[Future[int]]:
+        """Items that are being written."""
+        return [write.future for write in self._pending]
+
     def prepare(self) -> None:
         """Does at the start what would delay requests later; waits for it."""
         if self._copier:
@@ -138,6 +145,23 @@ class TierIndex:
         found = [entry for entry in self._matching(tokens) if entry.state and above < entry.done
                  and (entry.done < len(tokens) or entry.state.kind == "final")]
         return found[-1] if found else None
+
+    def holds(self, key: str) -> bool:
+        """Returns True if it has the state of a prefix. Thread-safe."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.state is not None
+
+    def refresh(self) -> bool:
+        """Looks for what other processes have written since the last scan; returns False if that has been done. To be
+        called until then."""
+        self._settle()
+        if self.store.trusted or self._closed:
+            return False
+        if self._scan is None and time.monotonic() > self._last_scan + _REFRESH:
+            self._last_scan = time.monotonic()
+            self._deleted.clear()
+            self._start_scan()
+        return self._scan is not None
 
     def offer(self, source: PrefixSource) -> None:
         """Stores a prefix if that saves more than a page; returns at once."""

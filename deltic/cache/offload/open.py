@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -47,15 +49,25 @@ def open_tiers(name: str, options: EngineConfig, ops: Ops, made: Identity,
     return [*tiers, disk], records
 
 
+def whole_identity(made: Identity, options: EngineConfig, ops: Ops, dtype: torch.dtype) -> Identity:
+    """Returns the identity of a model's items. made: of the weights. dtype: of the K/V."""
+    return Identity({**made.facts, **machine_facts(options, ops), "kv": name_of(dtype), "state": options.state_dtype},
+                    made.marks)
+
+
+def describe_backend(facts: Mapping[str, Any]) -> str:
+    """Describes how items are computed, for people. facts: those of a `whole_identity`."""
+    states = "" if facts["state"] == "float32" else f"states of {facts['state']}, "
+    return f"{facts['kv']}, {states}{backend_summary(facts)}"
+
+
 def _open_disk(name: str, options: EngineConfig, ops: Ops, made: Identity,
                dtype: torch.dtype) -> tuple[TierIndex, DiskRecords]:
-    kv = name_of(dtype)
-    facts = {**made.facts, **machine_facts(options, ops), "kv": kv, "state": options.state_dtype}
-    states = "" if options.state_dtype == "float32" else f"states of {options.state_dtype}, "
-    about = f"{kv}, {states}{backend_summary(facts)}"
+    identity = whole_identity(made, options, ops, dtype)
     directory = CacheDirectory(str(options.cache_dir))
-    model, abandon = Identity(facts, made.marks).start_digest(FileDigests(directory))
+    model, abandon = identity.start_digest(FileDigests(directory))
     if not model.done():
         log.info("the weights' files are new and are being hashed; until then nothing is found in %s", directory.root)
+    about = describe_backend(identity.facts)
     store = DiskStore(directory, model, int(options.cache_disk_gb * 1e9), name, about, abandon)
     return TierIndex(store, threads=True, copier=DeviceToHostCopy()), DiskRecords(directory, model)

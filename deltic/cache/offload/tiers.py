@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from deltic.cache.offload.types import (
     ANYTHING,
@@ -28,13 +28,20 @@ if TYPE_CHECKING:
 log = logging.getLogger("deltic")
 
 
+class PrefixTarget(Protocol):
+    """Takes prefixes: a tier, or what writes files."""
+
+    def offer(self, source: PrefixSource) -> None:
+        """Copies a prefix."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StoreRequest:
     """A prefix that a `StoreItem` names. logits: of its last token, if known."""
 
     tokens: Sequence[int]
     logits: Any
-    tiers: Sequence[TierIndex]
+    tiers: Sequence[PrefixTarget]
 
     def make(self, source: PrefixSource) -> None:
         for tier in self.tiers:

@@ -1,0 +1,1 @@
+"""Many replicas of one model: which replica a request goes to, and Ray Serve as the cluster. No torch."""
