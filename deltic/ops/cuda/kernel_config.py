@@ -75,25 +75,27 @@ class Multiply:
     @property
     def most(self) -> int:
         """Largest number of tokens: their input leaves room for sums and for weights on their way; 0 if none fits."""
-        fit = self._room // (self.columns * 2 + 2 * self._least_sums(1))
-        return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, fit)
+        most = MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS
+        fit = self._room(most) // (self.columns * 2 + 2 * self._least_sums(1))
+        if fit > PLAIN_MMA_TOKENS:
+            return min(most, fit)
+        return min(PLAIN_MMA_TOKENS, most, self._room(1) // (self.columns * 2 + 2 * self._least_sums(1)))
 
-    @property
-    def _room(self) -> int:
+    def _room(self, tokens: int) -> int:
         """Bytes of shared memory for the input and the sums: what the least number of slots leaves."""
-        return min(self.card.product_bytes, self.card.max_shared_bytes - 1024 - self._least_slots * self._slot)
+        ring = self._least_slots(tokens) * self._slot(tokens)
+        return min(self.card.product_bytes, self.card.max_shared_bytes - 1024 - ring)
 
-    @property
-    def _least_slots(self) -> int:
-        return WARPS if self._sliced else 2
+    def _least_slots(self, tokens: int) -> int:
+        return self._shape(tokens).teams if self._sliced else 2
 
     @property
     def _sliced(self) -> bool:
         return self.out in (ADD, PART)
 
-    @property
-    def _shape(self) -> SliceShape:
-        return SliceShape(self.columns, self.split, self.unit)
+    def _shape(self, tokens: int) -> SliceShape:
+        short = tokens > PLAIN_MMA_TOKENS or self.card.max_shared_bytes < SHARED_BYTES_BESIDE_NEXT
+        return SliceShape(self.columns, self.split, self.unit, short)
 
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
@@ -111,44 +113,44 @@ class Multiply:
         call = f"product<{self.columns}, {norm}, {self.out}, {fours}, {self.unit}>"
         if self._sliced:
             call = (f"sliced<{self.columns}, {self.out}, {fours}, {self.unit}, {self.head}, {self.slice}, "
-                    f"{self.split.slices}, {self.split.runs}>")
+                    f"{self.split.slices}, {self.split.runs}, {str(self._shape(tokens).short).lower()}>")
         return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
                 f"(const __grid_constant__ Product a) {{ {call}(a); }}\n"
-                + self._shape.check * self._sliced)
+                + self._shape(tokens).check * self._sliced)
 
     def group(self, tokens: int, units: int) -> int:
         """Units of a block between two sums over its warps: as many as fit."""
-        rest, at_once = (self._room + 1024 - self._fixed(tokens)) // 2, self._shape.units if self._sliced else 1
+        rest = (self._room(tokens) + 1024 - self._fixed(tokens)) // 2
+        at_once = self._shape(tokens).units if self._sliced else 1
         return at_once * max(1, min(min(self.card.sum_bytes, rest) // self._least_sums(tokens), -(-units // at_once)))
 
     def slots(self, tokens: int, sums: int) -> int:
         """Slots of a block's ring of weight segments. sums: bytes of shared memory for sums."""
-        slot, fixed = self._slot, self._fixed(tokens) + sums
+        slot, fixed, least = self._slot(tokens), self._fixed(tokens) + sums, self._least_slots(tokens)
         most = self.card.max_shared_bytes
         slots = (min(SHARED_BYTES_BESIDE_NEXT, most) - fixed) // slot
-        if slots < max(self._least_slots, 3) or (tokens > 1 and slots * slot < _MIN_BYTES_IN_FLIGHT):
+        if slots < (least if self._sliced else 3) or (tokens > 1 and slots * slot < _MIN_BYTES_IN_FLIGHT):
             slots = (most - fixed) // slot
-        slots = max(self._least_slots, min(slots, 24 if slot < self.unit * SEGMENT * 2 else 12))
-        return slots // WARPS * WARPS if self._sliced else slots
+        slots = max(least, min(slots, 24 if slot < self.unit * SEGMENT * 2 else 12))
+        return slots // least * least if self._sliced else slots
 
     def shared(self, tokens: int, group: int, units: int) -> tuple[int, int]:
         """Returns slots and bytes of shared memory of a block with so many units."""
-        at_once, steps = 1, units * -(-self.columns // SEGMENT)
+        shape, at_once, steps = self._shape(tokens), 1, units * -(-self.columns // SEGMENT)
         if self._sliced:
-            at_once = self._shape.units
-            steps = -(-units // at_once) * self._shape.steps * at_once
+            at_once = shape.units
+            steps = -(-units // at_once) * shape.rounds * shape.teams
         sums = (1 if group >= units else 2) * group // at_once * self._least_sums(tokens)
         slots = max(2, min(self.slots(tokens, sums), steps))
-        return slots, max(TWO_BLOCKS_SHARED_BYTES, self._fixed(tokens) + sums + slots * self._slot)
+        return slots, max(TWO_BLOCKS_SHARED_BYTES, self._fixed(tokens) + sums + slots * self._slot(tokens))
 
     def _least_sums(self, tokens: int) -> int:
         """Bytes of shared memory for the sums of each warp of the units that are multiplied at once."""
         return WARPS * (self.unit if self._sliced else 8) * tokens * 4
 
-    @property
-    def _slot(self) -> int:
+    def _slot(self, tokens: int) -> int:
         if self._sliced:
-            return self.unit * self._shape.line
+            return self.unit * self._shape(tokens).line
         return self.unit * (self.columns * 2 if self.columns <= SEGMENT else SEGMENT * 2 + 64)
 
     def _fixed(self, tokens: int) -> int:

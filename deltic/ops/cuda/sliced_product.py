@@ -8,8 +8,10 @@ from deltic.ops.cuda.layout import WARPS
 from deltic.ops.slices import PLAIN_UNIT, SLICES
 from deltic.ops.types import GdnSpec
 
-_WEIGHTS, _PIECE_UNIT = 3072, 64
-"""Weights of a slot, at most; of what its columns are a multiple."""
+_PIECE_UNIT = 64
+"""Columns of a slot are a multiple of it."""
+_ONE_TOKEN_BYTES, _SHORT_WEIGHTS, _COPY_BYTES = 93 << 10, 3072, 2304
+"""Of a block with one token: its input and its rings, at most. Of a short slot. Of a copy of several slices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +38,13 @@ def split_of(shards: int, spec: GdnSpec | None = None) -> ColumnSlices:
 
 @dataclass(frozen=True, slots=True)
 class SliceShape:
-    """The struct of this name in kernels/sliced.cuh. columns: of the device. rows: of a unit."""
+    """The struct of this name in kernels/sliced.cuh. columns: of the device. rows: of a unit. short: the
+    slots are short."""
 
     columns: int
     split: ColumnSlices
     rows: int
+    short: bool
 
     @property
     def range(self) -> int:
@@ -53,17 +57,35 @@ class SliceShape:
     @property
     def pieces(self) -> int:
         """Slots that a range takes."""
-        return -(-self.range // (_WEIGHTS // self.rows))
+        fit = ((_ONE_TOKEN_BYTES - 2 * self.columns) // (WARPS * self.rows) - 64) // 128 * _PIECE_UNIT
+        return -(-self.range // (_SHORT_WEIGHTS // self.rows if self.short else max(fit, _PIECE_UNIT)))
+
+    @property
+    def piece(self) -> int:
+        return -(-self.range // (self.pieces * _PIECE_UNIT)) * _PIECE_UNIT
+
+    @property
+    def joined(self) -> int:
+        """Slices of a slot, and warps that multiply them."""
+        count, slices = 1, self.split.slices
+        whole = self.columns == slices * self.piece
+        while whole and 2 * count <= slices and 4 * count * self.range <= _COPY_BYTES:
+            count *= 2
+        return count
 
     @property
     def line(self) -> int:
         """Bytes of a row in a slot."""
-        return -(-self.range // (self.pieces * _PIECE_UNIT)) * _PIECE_UNIT * 2 + 64
+        return self.joined * self.piece * 2 + 64
 
     @property
-    def steps(self) -> int:
-        """Slots of a unit."""
-        return self.split.slices * self.split.runs * self.pieces
+    def teams(self) -> int:
+        return WARPS // self.joined
+
+    @property
+    def rounds(self) -> int:
+        """Slots of each team for the units that a block multiplies at once."""
+        return self.split.runs * self.pieces
 
     @property
     def units(self) -> int:
@@ -72,10 +94,10 @@ class SliceShape:
 
     @property
     def template(self) -> str:
-        return f"{self.split.slices}, {self.split.runs}, {self.rows}"
+        return f"{self.split.slices}, {self.split.runs}, {self.rows}, {str(self.short).lower()}"
 
     @property
     def check(self) -> str:
         """Source that does not compile if the kernels' shape is another one."""
         shape = f"SliceShape<{self.columns}, {self.template}>"
-        return f"static_assert({shape}::LINE == {self.line} && {shape}::PARTS * {self.split.slices} == {self.steps});\n"
+        return f"static_assert({shape}::LINE == {self.line} && {shape}::PARTS == {self.rounds});\n"

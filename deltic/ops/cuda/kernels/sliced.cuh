@@ -5,19 +5,29 @@
 // A warp multiplies a whole slice of a unit: groups of 32 columns, counted from the slice's first column on, one after the
 // other, even ones into one accumulator and odd ones into another one. The slices' sums are added in pairs. No step of this
 // depends on where the slice lies or which others the device has. Eight slices make a unit of a model on one device; of one
-// on several devices the eight warps multiply several units at once. Each warp has a ring of its own, of slots for pieces of
-// slices, so that no warp waits for the others before all units are multiplied.
+// on several devices the eight warps multiply several units at once. A warp, or a team of warps with neighbouring slices, has a
+// ring of its own, so that it does not wait for others before all units are multiplied. A slot has a piece of each slice: the
+// copying warp needs as long for a short copy as for one of 2 KiB.
 
-// The shape of a slot. SLICES: of the device. RUNS: a slice has a range of columns in each of so many equal runs.
-template <int K, int SLICES, int RUNS, int ROWS> struct SliceShape {
-    static constexpr int UNIT = 16, WIDEST = 3072 / ROWS, RUN = K / RUNS, RANGE = slice_end(RUN / UNIT, SLICES, 0) * UNIT;
+// The shape of a slot. SLICES: of the device. RUNS: a slice has a range of columns in each of so many equal runs. SHORT:
+// slots are short, as the input of many tokens, or a small card, leaves little room.
+template <int K, int SLICES, int RUNS, int ROWS, bool SHORT> struct SliceShape {
+    static constexpr int UNIT = 16, RUN = K / RUNS, RANGE = slice_end(RUN / UNIT, SLICES, 0) * UNIT, COPY = 2304;
     static_assert(RUN % UNIT == 0 && K % RUNS == 0);
+    // otherwise the rings of 8 warps leave room for the input of a token
+    static constexpr int FIT = (((93 << 10) - 2 * K) / (8 * ROWS) - 64) / 128 * 64, WIDEST = SHORT ? 3072 / ROWS : FIT > 64 ? FIT : 64;
     static constexpr int PIECES = (RANGE + WIDEST - 1) / WIDEST, PIECE = ((RANGE + PIECES - 1) / PIECES + 63) / 64 * 64;
     static constexpr int PARTS = RUNS * PIECES;  // slots of a slice
     // all ranges are equal, and whole pieces
     static constexpr bool EQUAL = RUN == SLICES * PIECES * PIECE;
+    static constexpr int joined() {
+        int n = 1;
+        while (EQUAL && PARTS == 1 && 2 * n <= SLICES && 4 * n * RANGE <= COPY) n *= 2;
+        return n;
+    }
+    static constexpr int JOINED = joined();  // slices of a slot, and warps of a team
     // rows lie an odd number of 64 bytes apart, so that two of them are not in the same banks
-    static constexpr int LINE = PIECE * 2 + 64;
+    static constexpr int LINE = JOINED * PIECE * 2 + 64;
     // Columns of part p of a slice: the first one, and how many.
     static DEVICE int first(int slice, int p) {
         const int run = p / PIECES;
@@ -32,13 +42,14 @@ template <int K, int SLICES, int RUNS, int ROWS> struct SliceShape {
 
 // OUT: kAdd: y is added to; kPart: the sum of the device's slices is written to y. The other parameters are those of
 // `Multiplier`.
-template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS>
+template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT>
 struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
     using Base = Input<Product, K, false, HEAD, SLICE, kPaired>;
     using Base::a, Base::tid, Base::warp, Base::lane, Base::xs, Base::WARPS;
-    using Shape = SliceShape<K, SLICES, RUNS, ROWS>;
+    using Shape = SliceShape<K, SLICES, RUNS, ROWS, SHORT>;
+    static constexpr int JOINED = Shape::JOINED, TEAMS = WARPS / JOINED;
     static constexpr int PARTS = Shape::PARTS, LINE = Shape::LINE, SLOT = ROWS * LINE, UNITS = WARPS / SLICES;  // UNITS: at once
-    int count, lap = 0, slot = 0;  // slot: of the warp's ring, every 8th of all
+    int count, lap = 0, slot = 0;  // slot: of the team's ring, every so many teams-th of all
     u32 barriers, ring, input;     // input: a lane's column of x in the first group
     float *partial;                // [2, group, SLICES, T, ROWS]
     float old = 0;
@@ -52,14 +63,14 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
         input = shared_address(xs) + (lane >> 2 & 1) * 8;
     }
     DEVICE void next() {
-        if ((slot += WARPS) >= a.slots) slot -= a.slots, lap ^= 1;
+        if ((slot += TEAMS) >= a.slots) slot -= a.slots, lap ^= 1;
     }
-    // The copying warp: pieces for all warps in turns; the first ones of each need no room to be made.
+    // The copying warp: pieces for all teams in turns; the first ones of each need no room to be made.
     DEVICE void copy_all() {
         const u64 policy = read_once();
-        const int rounds = (count + UNITS - 1) / UNITS * PARTS, early = min(a.slots / WARPS, rounds), empty = 8 * a.slots;
+        const int rounds = (count + UNITS - 1) / UNITS * PARTS, early = min(a.slots / TEAMS, rounds), empty = 8 * a.slots;
         if (lane == 0) {
-            for (int i = 0; i < a.slots; ++i) init_barrier(barriers + 8 * i, COPIERS), init_barrier(barriers + empty + 8 * i, 1);
+            for (int i = 0; i < a.slots; ++i) init_barrier(barriers + 8 * i, COPIERS), init_barrier(barriers + empty + 8 * i, JOINED);
             publish_barriers();
         }
         __syncwarp();
@@ -67,11 +78,11 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
         for (int unit = 0; unit < count; unit += UNITS)
             for (int p = 0; p < PARTS; ++p, ++round, next()) {
                 if (round == early) __syncthreads();  // the barriers are there
-                for (int n = 0; n < min(UNITS, count - unit) * SLICES; ++n) {
+                for (int n = 0; n < min(UNITS, count - unit) * (SLICES / JOINED); ++n) {
                     const u32 barrier = barriers + 8 * (slot + n);
                     if (round >= early) await_barrier(barrier + empty, lap ^ 1);
-                    const int row = (int(blockIdx.x) + (unit + n / SLICES) * int(gridDim.x)) * ROWS + lane;
-                    const int slice = n % SLICES, bytes = Shape::columns(slice, p) * 2;
+                    const int row = (int(blockIdx.x) + (unit + n / (SLICES / JOINED)) * int(gridDim.x)) * ROWS + lane;
+                    const int slice = n * JOINED % SLICES, bytes = JOINED * Shape::columns(slice, p) * 2;
                     const char *const from = (const char *)a.weight + i64(min(row, a.rows - 1)) * (K * 2);
                     if (lane == 0) expect_bytes(barrier, bytes * ROWS);
                     __syncwarp();
@@ -89,7 +100,8 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
         const int columns = Shape::columns(slice, p), groups = Shape::EQUAL ? Shape::PIECE / 32 : (columns + 31) / 32;
         const int column = Shape::first(slice, p) + (lane & 3) * 8;
         const u32 from = input + column / 32 * a.tokens * 64 + column % 32 * 2, barrier = barriers + 8 * slot;
-        const u32 at = ring + slot * SLOT + (lane >> 2) % ROWS * LINE + (lane & 3) * 16;
+        const u32 at = ring + slot * SLOT + (lane >> 2) % ROWS * LINE + (lane & 3) * 16
+                       + warp % JOINED * (Shape::RANGE * 2);
         const auto multiply_groups = [&](int first) {
             uint4 w[AHEAD];
             uint2 x[AHEAD][FOURS];
@@ -188,11 +200,11 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
 };
 
 // Blocks of 8 warps that multiply and one that copies.
-template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS> DEVICE void sliced(const Product &a) {
+template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT> DEVICE void sliced(const Product &a) {
     extern __shared__ __align__(128) char shared[];
-    SlicedMultiplier<K, OUT, FOURS, ROWS, HEAD, SLICE, SLICES, RUNS> m(a, shared);
+    SlicedMultiplier<K, OUT, FOURS, ROWS, HEAD, SLICE, SLICES, RUNS, SHORT> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
-    m.slot = m.warp;
+    m.slot = m.warp / m.JOINED;
     __syncthreads();
     launch_dependents();
     wait();
