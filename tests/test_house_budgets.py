@@ -17,7 +17,7 @@ LINES = {
     "chat": 7075,
     "cli": 5520,
     "cluster": 1420,
-    "config": 1740,
+    "config": 1760,
     "embeddings": 2600,
     "engine": 3715,
     "export": 3950,

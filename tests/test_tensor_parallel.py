@@ -350,6 +350,26 @@ def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
     assert caught.value.option == "tp"
 
 
+@pytest.mark.parametrize(("device", "devices"), [("cuda:0,1", ["cuda:0", "cuda:1"]),
+                                                 ("cuda:2,3,4,5", ["cuda:2", "cuda:3", "cuda:4", "cuda:5"])])
+def test_a_list_of_gpus_sets_the_degree(device: str, devices: list[str]) -> None:
+    options = EngineConfig(device=device)
+    assert options.devices == devices and options.shards == len(devices)
+    assert replace(options, max_batch=3).devices == EngineConfig(device=device, tp=len(devices)).devices == devices
+
+
+@pytest.mark.parametrize(("given", "option", "message"), [
+    ({"device": "cuda:0,2"}, "device", "device=cuda:0,2 must have neighbouring numbers.* CUDA_VISIBLE_DEVICES"),
+    ({"device": "cuda:1,0"}, "device", "neighbouring numbers in their order"),
+    ({"device": "cuda:0,1,2"}, "device", "has 3 GPUs: a model is split over 2, 4 or 8"),
+    ({"device": "cuda:0,1", "tp": 4}, "tp", "tp=4 is not the number of GPUs of device=cuda:0,1"),
+    ({"device": "cuda:0,"}, "device", "or a list such as cuda:0,1, not 'cuda:0,'")], ids=str)
+def test_lists_of_gpus_that_are_refused(given: dict[str, Any], option: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        EngineConfig(**given)
+    assert caught.value.option == option
+
+
 def test_a_step_over_gpus_has_at_most_1024_rows() -> None:
     with pytest.raises(ConfigError, match="max_batch=1025 is not possible with tp=2 on GPUs: use at most 1024"):
         EngineConfig(tp=2, device="cuda", max_batch=1025)

@@ -68,8 +68,8 @@ class EngineConfig:
     """Options of the engine. An impossible value raises ConfigError with the option's name."""
 
     device: str = _device(
-        "auto", "where to run: cpu, cuda or cuda:N. auto: an NVIDIA GPU of compute capability 8.0 or later if there is "
-        "one")
+        "auto", "where to run: cpu, cuda, cuda:N, or neighbouring GPUs such as cuda:0,1, which sets --tp. auto: an "
+        "NVIDIA GPU of compute capability 8.0 or later if there is one")
     dtype: str = _device(
         "auto", "dtype of weights and activations; auto: the checkpoint's",
         choices=("auto", "float32", "bfloat16", "float16"))
@@ -177,6 +177,7 @@ class EngineConfig:
             if isinstance(path := getattr(self, name), PurePath):
                 object.__setattr__(self, name, str(path))
         self._check_types()
+        self._split_device()
         self._check_ranges()
         self._check_paths()
         self._check_sizes()
@@ -222,7 +223,24 @@ class EngineConfig:
         if self.max_repeat == 1:
             raise ConfigError("max_repeat must be 0 (off) or at least 2", "max_repeat")
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
-            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}", "device")
+            raise ConfigError("device must be auto, cpu, cuda, cuda:N or a list such as cuda:0,1, not "
+                              f"{self.device!r}", "device")
+
+    def _split_device(self) -> None:
+        """Takes the first GPU and `tp` from a list of GPUs."""
+        if not re.fullmatch(r"cuda:\d{1,3}(,\d{1,3})+", self.device):
+            return
+        numbers = [int(number) for number in self.device.removeprefix("cuda:").split(",")]
+        if numbers != [*range(numbers[0], numbers[0] + len(numbers))]:
+            raise ConfigError(f"the GPUs of device={self.device} must have neighbouring numbers in their order, such "
+                              "as cuda:0,1: choose GPUs and their order by CUDA_VISIBLE_DEVICES", "device")
+        if len(numbers) not in (2, 4, 8):
+            raise ConfigError(f"device={self.device} has {len(numbers)} GPUs: a model is split over 2, 4 or 8",
+                              "device")
+        if str(self.tp) not in (AUTO, str(len(numbers))):
+            raise ConfigError(f"tp={self.tp} is not the number of GPUs of device={self.device}: leave it out", "tp")
+        object.__setattr__(self, "device", f"cuda:{numbers[0]}")
+        object.__setattr__(self, "tp", len(numbers))
 
     def _check_paths(self) -> None:
         for name in _PATHS:
