@@ -97,7 +97,9 @@ class PackedMultiply:
     @property
     def _kept(self) -> int:
         """Bytes of the sums that a chunk leaves to the next one, of a unit and a token."""
-        return TILE_ROWS * 4 * (self.split.slices if self._sliced else 2)
+        slices = self.split.slices
+        sums = 2 if not self._sliced else slices if self.split.runs > 1 else slices.bit_length()
+        return TILE_ROWS * 4 * sums
 
     @property
     def _tile_input(self) -> int:

@@ -287,14 +287,15 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     static_assert(!CHUNKED || (!NORM && HEAD == 0 && OUT != kGate), "inputs with a norm are staged as a whole");
     static constexpr bool SLICED = OUT == kAdd || OUT == kPart;
     static constexpr int RUN = TILES / RUNS, RANGE = slice_end(RUN, SLICES, 0);  // RANGE: tiles of a slice in a run, at most
-    static_assert(TILES % RUNS == 0 && (!SLICED || !NORM));
+    // sums of a number that a chunk leaves to the next one: of even and odd tiles; or of slices
+    static constexpr int KEPT = !SLICED ? 2 : RUNS > 1 ? SLICES : SLICES > 4 ? 4 : SLICES > 2 ? 3 : SLICES;
+    static_assert(TILES % RUNS == 0 && (!SLICED || !NORM) && (!CHUNKED || RUNS > 1 || TILES >= SLICES));
     int lap = 0, place = 0, begin = 0, width = TILES;  // begin, width: tiles of the current chunk
     u32 barrier, ring, at;  // of the current slot
     u32 x[HALVES];          // of plain numbers: of the lane's token, its first columns
     u32 line;               // of whole numbers, of the first tile and token: the lane's line
     float *partial;         // [rounds, tiles of one, T, 8]: two at most; CHUNKED: [tiles of a round and chunk, T, 8]
-    float2 *kept;           // CHUNKED: [units of a round, T, 8]: sums over the chunks before, of even and odd tiles; with
-                            // SLICED float [units of a round, T, 8, SLICES]
+    float *kept;            // CHUNKED: of each part [KEPT, its units of a round, T, 8]: sums over the chunks before
     Part *parts;
     float old = 0, alone = 0;  // alone: the norm's factor of the only token
     uint4 held[HELD ? 8 : 1];
@@ -305,7 +306,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         if constexpr (FIXED) lines = next, next += most * LINES_BYTES * tokens();
         if constexpr (PLAIN) this->xs = next, next += most * 512 * tokens();
         partial = (float *)next;
-        if constexpr (CHUNKED) kept = (float2 *)(partial + a.sums);
+        if constexpr (CHUNKED) kept = partial + a.sums;
         parts = (Part *)(shared + 256);
         barrier = shared_address(shared), ring = at = shared_address(shared + 1024);
         if constexpr (FIXED) line = shared_address(lines) + (lane & 3) * LINE_BYTES;
@@ -533,95 +534,99 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         if constexpr ((KINDS >> KIND) & 1)
             if (kind == KIND || KINDS == 1 << KIND) multiply_tiles<KIND>(count, to);
     }
-    // A number's sum over all chunks up to the current one.
-    DEVICE float sum(const float *from, int token, int n, float2 *before = nullptr) const {
+    // A number's sum over all chunks up to the current one. before: its KEPT floats, `apart` from one to the next.
+    DEVICE float sum(const float *from, float *before = nullptr, int apart = 0) const {
+        if constexpr (SLICED && CHUNKED && RUNS == 1) return sum_of_some_slices(from, before, apart);
+        else if constexpr (SLICED) return sum_of_slices(from, before, apart);
         float v[2] = {};
-        if (CHUNKED && begin) v[0] = before->x, v[1] = before->y;
+        if (CHUNKED && begin) v[0] = before[0], v[1] = before[apart];
 #pragma unroll 8
-        for (int tile = 0; tile < tiles(); ++tile) v[tile & 1] += from[(tile * tokens() + token) * 8 + n];
-        if (CHUNKED) *before = make_float2(v[0], v[1]);
+        for (int tile = 0; tile < tiles(); ++tile) v[tile & 1] += from[tile * tokens() * 8];
+        if (CHUNKED) before[0] = v[0], before[apart] = v[1];
         return v[0] + v[1];
     }
-    DEVICE int slot_of(int i) const { return TOKENS == 1 ? i : (i * a.inverse) >> 16; }
-    // The sum of a slice over all chunks up to the current one; before: over the chunks before.
-    DEVICE float slice_sum(const float *from, int token, int n, int slice, float *before) const {
-        const int first = slice_begin(RUN, SLICES, slice), end = slice_end(RUN, SLICES, slice);
-        float v = CHUNKED && begin > first ? *before : 0.f;
+    // Adds the tiles of the current chunk of a slice, which has those from `first` to `end` of each run.
+    DEVICE void add_slice(float &v, const float *from, int first, int end) const {
 #pragma unroll
-        for (int run = 0; run < RUNS; ++run) {
-            if constexpr (CHUNKED) {
-                const int most = min(run * RUN + end, begin + width);
-                for (int tile = max(run * RUN + first, begin); tile < most; ++tile)
-                    v += from[((tile - begin) * tokens() + token) * 8 + n];
-            } else {
+        for (int run = 0; run < RUNS; ++run)
 #pragma unroll
-                for (int i = 0; i < RANGE; ++i) {
-                    if (first + i < end) v += from[((run * RUN + first + i) * tokens() + token) * 8 + n];
-                }
+            for (int i = 0; i < RANGE; ++i) {
+                const int tile = run * RUN + first + i - begin;
+                if (first + i < end && (!CHUNKED || u32(tile) < u32(width))) v += from[tile * tokens() * 8];
+            }
+    }
+    DEVICE float sum_of_slices(const float *from, float *before, int apart) const {
+        float v[SLICES];
+#pragma unroll
+        for (int i = 0; i < SLICES; ++i) {
+            v[i] = CHUNKED && begin ? before[i * apart] : 0.f;
+            add_slice(v[i], from, slice_begin(RUN, SLICES, i), slice_end(RUN, SLICES, i));
+            if (CHUNKED) before[i * apart] = v[i];
+        }
+#pragma unroll
+        for (int other = 1; other < SLICES; other *= 2)
+#pragma unroll
+            for (int i = 0; i < SLICES; i += 2 * other) v[i] += v[i + other];
+        return v[0];
+    }
+    // The same of one run, of which chunks have some slices after others: what is kept are sums of 1, 2 and 4 slices that
+    // wait for those they are paired with, and that of a slice that goes on in the next chunk.
+    DEVICE float sum_of_some_slices(const float *from, float *before, int apart) const {
+        float v = 0, sums[KEPT] = {};
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i)
+            if (begin) sums[i] = before[i * apart];
+#pragma unroll
+        for (int i = 0; i < SLICES; ++i) {
+            const int first = slice_begin(RUN, SLICES, i), end = slice_end(RUN, SLICES, i);
+            if (end <= begin || first >= begin + width) continue;
+            v = first < begin ? sums[KEPT - 1] : 0.f;
+            add_slice(v, from, first, end);
+            if (end > begin + width) {
+                sums[KEPT - 1] = v;
+                continue;
+            }
+            bool pairs = true;
+#pragma unroll
+            for (int level = 0; level < KEPT - 1; ++level) {
+                if (pairs && i >> level & 1) v = sums[level] + v;
+                else if (pairs) sums[level] = v, pairs = false;
             }
         }
-        if constexpr (CHUNKED) *before = v;
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) before[i * apart] = sums[i];
         return v;
     }
-    DEVICE float *place_in_y(const Part &of, int first, int slot, int token, int n) const {
-        const int row = (first + slot) * 8 + n;
-        return row < of.rows ? (float *)a.y + i64(token) * a.total + of.row + row : nullptr;
-    }
+    DEVICE int slot_of(int i) const { return TOKENS == 1 ? i : (i * a.inverse) >> 16; }
     // What a thread's first sum is added to.
     DEVICE void load_old() {
         int first;
-        const int number = tid / SLICES, slot = slot_of(number / 8), token = number / 8 - slot * tokens();
-        const int count = units(parts[0], 0, first);
-        if (slot < count && tid % SLICES == 0)
-            if (float *const y = place_in_y(parts[0], first, slot, token, number % 8)) old = load(y);
-    }
-    // The sums of a round over slices: a thread has a slice of a number.
-    DEVICE void finish_slices(int round, const float *from) {
-        float *before = (float *)kept;
-        for (int p = 0; p < a.parts; ++p) {
-            int first;
-            const Part of = parts[p];
-            const int count = units(of, round, first), each = tiles() * 8 * tokens(), total = count * tokens() * 8 * SLICES;
-            for (int i = tid; i < (total + 31) / 32 * 32; i += WARPS * 32) {
-                const int number = i / SLICES, slice = i % SLICES, n = number % 8;
-                const int slot = slot_of(number / 8), token = number / 8 - slot * tokens();
-                float *const y = i < total ? place_in_y(of, first, slot, token, n) : nullptr;
-                if (OUT == kAdd && y && slice == 0 && (CHUNKED || round || p || i != tid)) old = load(y);
-                float v = i < total ? slice_sum(from + slot * each, token, n, slice, before + i) : 0.f;
-                if (CHUNKED && begin + width < TILES) continue;
-#pragma unroll
-                for (int apart = 1; apart < SLICES; apart *= 2) v += __shfl_xor_sync(~0u, v, apart);
-                if (y && slice == 0) *y = OUT == kAdd ? old + v : v;
-            }
-            from += count * each, before += total;
-        }
+        const int slot = slot_of(tid / 8), token = tid / 8 - slot * tokens(), count = units(parts[0], 0, first);
+        const int row = (first + slot) * 8 + tid % 8;
+        if (slot < count && row < parts[0].rows) old = load((const float *)a.y + i64(token) * a.total + parts[0].row + row);
     }
     // The sums of a round, to where they belong, after its last chunk.
     DEVICE void finish(int round, const float *from) {
-        if constexpr (SLICED) return finish_slices(round, from);
-        float2 *before = kept;
+        float *before = kept;
+        const bool last = !CHUNKED || begin + width == TILES;
         for (int p = 0; p < (OUT == kGate ? 1 : a.parts); ++p) {
             int first;
             const Part of = parts[p];
-            const int count = units(of, round, first), each = tiles() * 8 * tokens();
-            for (int o = tid; o < count * tokens() * 8; o += WARPS * 32) {
+            const int count = units(of, round, first), each = tiles() * 8 * tokens(), total = count * tokens() * 8;
+            for (int o = tid; o < total; o += WARPS * 32) {
                 const int n = o % 8, slot = slot_of(o / 8), token = o / 8 - slot * tokens();
                 const int row = (first + slot) * 8 + n;
                 if (row >= of.rows) continue;
-                if constexpr (CHUNKED) {
-                    const float v = sum(from + slot * each, token, n, before + o);
-                    if (begin + width < TILES) continue;
-                    ((float *)a.y)[i64(token) * a.total + of.row + row] = v;
-                    continue;
-                }
                 const i64 to = i64(token) * a.total + of.row + row;
-                const float f = !NORM ? 1.f : TOKENS == 1 ? alone : this->factor(token),
-                            v = sum(from + slot * each, token, n) * f;
-                if constexpr (OUT == kGate)
-                    ((u16 *)a.y)[to] = narrow(silu(v) * (sum(from + (count + slot) * each, token, n) * f));
-                else ((float *)a.y)[to] = v;
+                if (OUT == kAdd && last && (CHUNKED || round || p || o != tid)) old = load((const float *)a.y + to);
+                const float f = !NORM ? 1.f : TOKENS == 1 ? alone : this->factor(token);
+                const float *const own = from + slot * each + token * 8 + n;
+                const float v = sum(own, before + o, total) * f;
+                if (!last) continue;
+                if constexpr (OUT == kGate) ((u16 *)a.y)[to] = narrow(silu(v) * (sum(own + count * each) * f));
+                else ((float *)a.y)[to] = OUT == kAdd ? old + v : v;
             }
-            from += count * each, before += count * tokens() * 8;
+            from += count * each, before += KEPT * total;
         }
     }
     DEVICE void run() {
