@@ -130,7 +130,8 @@ class PackedMultiply:
         return max(self.plan(tokens, (1 << 20,) * self.parts).shared for tokens in range(1, self.most + 1))
 
     def _high(self, tokens: int) -> int:
-        return self.high if tokens <= min(MMA_TOKENS // 2, self._fit(self.high)) else 1
+        most = MMA_TOKENS // 2 if self.kinds & PLAIN_KINDS else MAX_GEMV_TOKENS
+        return self.high if tokens <= min(most, self._fit(self.high)) else 1
 
     def _fit(self, high: int) -> int:
         """Tokens whose input leaves room for the sums of `high` units and for weights on their way."""
@@ -147,6 +148,8 @@ class PackedMultiply:
         tile, unit = self.columns // TILE_COLUMNS, self.columns // TILE_COLUMNS * TILE_ROWS * tokens * 4
         round = most = max(counts)
         room, shared = 2 * self.card.sum_bytes, self.card.max_shared_bytes
+        if tokens > MMA_TOKENS // 2:  # products take longer than copies, so that equal shares of all warps matter more
+            room = max(room, self.card.product_bytes - tokens * _input(self.columns, self.kinds))
         if sum(counts) * unit > room:  # a multiple of `high`, so that only the last unit may be single
             fits = [units for units in range(high, min(most, room // unit) + 1, high)
                     if sum(min(units, count) for count in counts) * unit <= room // 2]
