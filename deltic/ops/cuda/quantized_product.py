@@ -111,9 +111,10 @@ class PackedMultiply:
 
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
-        return (f"packed_{self.columns}_{kind}_{('store', 'add', 'gate', 'part')[self.out]}"
-                f"_{'_'.join(sorted(self.kinds)).lower()}_{_class(tokens)}{'_high' * (self._high(tokens) - 1)}"
-                f"{'_chunked' * self._chunked(tokens)}{self.split.suffix * self._sliced}")
+        out, tiles = ("store", "add", "gate", "part")[self.out], "_".join(sorted(self.kinds)).lower()
+        return (f"packed_{self.columns}_{kind}_{out}_{tiles}_{_class(tokens, self.kinds)}"
+                f"{'_high' * (self._high(tokens) - 1)}{'_chunked' * self._chunked(tokens)}"
+                f"{self.split.suffix * self._sliced}")
 
     def source(self, tokens: int) -> str:
         kinds = sum(1 << KINDS[kind].number for kind in self.kinds)
@@ -121,7 +122,7 @@ class PackedMultiply:
         threads = BOUND_FOR_72_REGISTERS if tokens == 1 and resident > 1 else WARPS * 32 + 32
         return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
                 f"(const __grid_constant__ Packed a) {{ packed<{self.columns}, {str(self.norm).lower()}, {self.out}, "
-                f"{_class(tokens)}, {kinds}, {self._high(tokens)}, {self.head}, {self.slice}, "
+                f"{_class(tokens, self.kinds)}, {kinds}, {self._high(tokens)}, {self.head}, {self.slice}, "
                 f"{str(self._chunked(tokens)).lower()}, {self.split.slices}, {self.split.runs}>(a); }}\n")
 
     @property
@@ -204,8 +205,10 @@ class ProductPlan:
     chunk: int = 0
 
 
-def _class(tokens: int) -> int:
-    return 1 if tokens == 1 else 8 if tokens <= 8 else 16
+def _class(tokens: int, kinds: frozenset[str]) -> int:
+    """Tokens for which a kernel is made. Plain tiles are multiplied with eight at once in any case."""
+    few = MMA_TOKENS if kinds <= PLAIN_KINDS else MMA_TOKENS // 2
+    return 1 if tokens == 1 else next(most for most in (few, MMA_TOKENS, MAX_GEMV_TOKENS) if tokens <= most)
 
 
 def _slot(kinds: frozenset[str], high: int) -> int:

@@ -303,7 +303,7 @@ struct Packed {
     int whole[4], rest[4], shift[4];  // units of every block; so many have one more, from block `shift` on
 };
 
-// TOKENS: up to 1, 8 or 16. KINDS: bits of the kinds that the parts may have. HIGH: units that are multiplied at once, 1 or 2:
+// TOKENS: up to 1, 4, 8 or 16. KINDS: bits of the kinds that the parts may have. HIGH: units that are multiplied at once, 1 or 2:
 // the tensor cores have 16 rows. CHUNKED: x is staged chunk by chunk, because it does not fit as a whole. A token's sums are
 // made in the same order all the same. SLICES, RUNS: as in sliced.cuh.
 template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE, bool CHUNKED, int SLICES, int RUNS>
@@ -312,6 +312,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     using Base::tokens, Base::a, Base::tid, Base::warp, Base::lane, Base::lines, Base::WARPS, Base::FIXED;
     static constexpr bool PLAIN = form_of(KINDS) != kFixed;
     static constexpr int TILES = K / 256, HALVES = TOKENS > 8 ? 2 : 1, COLUMNS = TOKENS == 1 ? 1 : 2;
+    static constexpr int EACH = TOKENS > 4 ? 2 : 1;  // tokens whose sums of quantized tiles a lane makes at once
     // a warp's tiles are all of the same columns of x, which stay in registers if they are plain
     static constexpr bool HELD = WARPS % TILES == 0 && TOKENS == 1 && !FIXED && !CHUNKED;
     static_assert(!CHUNKED || (!NORM && HEAD == 0 && OUT != kGate), "inputs with a norm are staged as a whole");
@@ -436,8 +437,8 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         v += __shfl_xor_sync(~0u, v, 2);
         if ((lane & 3) < HIGH && own < units) to[own * (tiles() * 8) + (lane >> 2)] = v;
     }
-    // The same with all tokens, [T, 8], eight at a time, by the tensor cores: an instruction multiplies a group of both tiles.
-    // scales: of the lane's row.
+    // The same with all tokens, [T, 8], by the tensor cores: an instruction multiplies a group of both tiles with eight
+    // columns, which are halves of so many tokens, or, of few tokens, both halves of four. scales: of the lane's row.
     template <int KIND>
     DEVICE void multiply_many(const Tile<KIND> (&w)[HIGH], uint4 (&scales)[HIGH], int tile, float *to, int below) {
         using Kind = Tile<KIND>;
@@ -452,14 +453,17 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
             }
         release();
 #pragma unroll 1
-        for (int first = 0; first < tokens(); first += 8) {  // tokens that do not exist are the last one
-            const u32 token = shared_address(lines) + (tile * tokens() + min(first + (lane >> 2), tokens() - 1)) * LINES_BYTES,
-                      from = token + (lane & 3) * 16;
-            const uint4 tail = load_shared(token + (lane & 3) * LINE_BYTES + 128);
-            float pair[HIGH][2], sum[HIGH][2];
-            uint4 sums[2];
+        for (int first = 0; TOKENS > 8 ? first < tokens() : first == 0; first += 4 * EACH) {  // missing tokens are the last one
+            const int column = min(first + (lane >> 2) * EACH / 2, tokens() - 1);
+            const u32 numbers = shared_address(lines) + (tile * tokens() + column) * LINES_BYTES,
+                      from = numbers + (lane & 3) * 16 + (EACH == 1 ? (lane >> 2 & 1) * 64 : 0);
+            const uint4 tail = load_shared(numbers + (lane & 3) * LINE_BYTES + 128);
+            float pair[HIGH][EACH], sum[HIGH][EACH];
+            uint4 sums[EACH];
+            // the lane with the tail of group j and a token whose sums are the lane's own
+            const auto place = [&](int i, int j) { return ((lane & 3) * EACH + i) * (8 / EACH) + j; };
 #pragma unroll
-            for (int i = 0; i < 2; ++i) sums[i].z = __shfl_sync(~0u, tail.z, ((lane & 3) * 2 + i) * 4);
+            for (int i = 0; i < EACH; ++i) sums[i].z = __shfl_sync(~0u, tail.z, place(i, 0));
 #pragma unroll
             for (int h = 0; h < HIGH; ++h) {  // or there would not be registers enough for all that is the same each time
                 forget(scales[h]);
@@ -470,23 +474,24 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const uint4 upper = load_shared(from + j * LINE_BYTES), lower = load_shared(from + j * LINE_BYTES + 64);
-                float s[HIGH][2][Kind::SUMS];
+                const uint4 upper = load_shared(from + j * LINE_BYTES),
+                            lower = EACH == 1 ? upper : load_shared(from + j * LINE_BYTES + 64);
+                float s[HIGH][EACH][Kind::SUMS];
 #pragma unroll
                 for (int n = 0; n < Kind::SUMS; ++n) {
                     int up[4], low[4];
-                    multiply_group<KIND>(up, q, n, j, upper), multiply_group<KIND>(low, q, n, j, lower);
+                    multiply_group<KIND>(up, q, n, j, upper);
+                    if constexpr (EACH == 2) multiply_group<KIND>(low, q, n, j, lower);
 #pragma unroll
                     for (int h = 0; h < HIGH; ++h)
 #pragma unroll
-                        for (int i = 0; i < 2; ++i) s[h][i][n] = whole(up[2 * h + i], low[2 * h + i]);
+                        for (int i = 0; i < EACH; ++i)
+                            s[h][i][n] = whole(up[2 * h + i], EACH == 1 ? up[2 * h + 1] : low[2 * h + i]);
                 }
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    if constexpr (Kind::MINIMA) {
-                        const int of = ((lane & 3) * 2 + i) * 4 + j;
-                        sums[i].x = __shfl_sync(~0u, tail.x, of), sums[i].y = __shfl_sync(~0u, tail.y, of);
-                    }
+                for (int i = 0; i < EACH; ++i) {
+                    if constexpr (Kind::MINIMA)
+                        sums[i].x = __shfl_sync(~0u, tail.x, place(i, j)), sums[i].y = __shfl_sync(~0u, tail.y, place(i, j));
 #pragma unroll
                     for (int h = 0; h < HIGH; ++h) {
                         const float part = Kind::part(word(scales[h], j), w[h].d, s[h][i], sums[i]);
@@ -496,8 +501,8 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
                 }
             }
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int token = first + (lane & 3) * 2 + i;
+            for (int i = 0; i < EACH; ++i) {
+                const int token = first + (lane & 3) * EACH + i;
                 if (token >= tokens()) continue;
 #pragma unroll
                 for (int h = 0; h < HIGH; ++h)
