@@ -97,9 +97,13 @@ class PackedMultiply:
     @property
     def _kept(self) -> int:
         """Bytes of the sums that a chunk leaves to the next one, of a unit and a token."""
+        return TILE_ROWS * 4 * (self._kept_slices if self._sliced else 2)
+
+    @property
+    def _kept_slices(self) -> int:
+        """The function `kept_sums` of kernels/packed.cuh."""
         slices = self.split.slices
-        sums = 2 if not self._sliced else slices if self.split.runs > 1 else slices.bit_length()
-        return TILE_ROWS * 4 * sums
+        return slices if self.split.runs > 1 else slices.bit_length()
 
     @property
     def _tile_input(self) -> int:
@@ -123,7 +127,8 @@ class PackedMultiply:
         return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
                 f"(const __grid_constant__ Packed a) {{ packed<{self.columns}, {str(self.norm).lower()}, {self.out}, "
                 f"{_class(tokens, self.kinds)}, {kinds}, {self._high(tokens)}, {self.head}, {self.slice}, "
-                f"{str(self._chunked(tokens)).lower()}, {self.split.slices}, {self.split.runs}>(a); }}\n")
+                f"{str(self._chunked(tokens)).lower()}, {self.split.slices}, {self.split.runs}>(a); }}\n"
+                f"static_assert(kept_sums({self.split.slices}, {self.split.runs}) == {self._kept_slices});\n")
 
     @property
     def shared(self) -> int:

@@ -1,8 +1,9 @@
 // Products with weights that stay quantized. See product.cuh: the same blocks of one warp that copies and eight that
 // multiply, but a weight is tiles of 8 rows and 256 columns, one behind the other (deltic/ops/cuda/quantized.py has their
 // layout). A warp has every 8th tile of a block, or every 8th pair of tiles one below the other. Its codes are multiplied
-// as what they are, whole numbers, with whole numbers of 16 bits (input.cuh), in two halves of eight: by the tensor cores,
-// or of one token by plain ones. A group's sum, which is exact and so the same, is multiplied with its scale. So weights
+// as what they are, whole numbers, with whole numbers of 16 bits (input.cuh), in two halves of eight: of one token by plain
+// cores, which leave to a lane its own groups; of more by tensor cores, which want a group's columns in four lanes, so that
+// these exchange their codes first. A group's sum, which is exact and so the same, is multiplied with its scale. So weights
 // are what the file says, the activations are rounded to 2^-16 of the largest of 256, and a row's sum has one order: tiles
 // from left to right, of each tile the groups j and j + 4, and these sums in pairs. Where devices may have parts of the
 // columns (kAdd, kPart), the tiles of a slice are added from left to right, and the slices in pairs (sliced.cuh). Plain
@@ -303,6 +304,11 @@ struct Packed {
     int whole[4], rest[4], shift[4];  // units of every block; so many have one more, from block `shift` on
 };
 
+// Sums of a number that a chunk of columns leaves to the next one: of each slice if it has columns in several runs; else
+// those of 1, 2 and 4 slices that wait for as many more, and of a part of a slice.
+DEVICE constexpr int kept_sums(int slices, int runs) {
+    return runs > 1 ? slices : slices > 4 ? 4 : slices > 2 ? 3 : slices;
+}
 // TOKENS: up to 1, 4, 8 or 16. KINDS: bits of the kinds that the parts may have. HIGH: units that are multiplied at once, 1 or 2:
 // the tensor cores have 16 rows. CHUNKED: x is staged chunk by chunk, because it does not fit as a whole. A token's sums are
 // made in the same order all the same. SLICES, RUNS: as in sliced.cuh.
@@ -318,8 +324,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     static_assert(!CHUNKED || (!NORM && HEAD == 0 && OUT != kGate), "inputs with a norm are staged as a whole");
     static constexpr bool SLICED = OUT == kAdd || OUT == kPart;
     static constexpr int RUN = TILES / RUNS, RANGE = slice_end(RUN, SLICES, 0);  // RANGE: tiles of a slice in a run, at most
-    // sums of a number that a chunk leaves to the next one: of even and odd tiles; or of slices
-    static constexpr int KEPT = !SLICED ? 2 : RUNS > 1 ? SLICES : SLICES > 4 ? 4 : SLICES > 2 ? 3 : SLICES;
+    static constexpr int KEPT = SLICED ? kept_sums(SLICES, RUNS) : 2;  // of a number, that a chunk leaves to the next one
     static_assert(TILES % RUNS == 0 && (!SLICED || !NORM) && (!CHUNKED || RUNS > 1 || TILES >= SLICES));
     int lap = 0, place = 0, begin = 0, width = TILES;  // begin, width: tiles of the current chunk
     u32 barrier, ring, at;  // of the current slot
