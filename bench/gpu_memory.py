@@ -39,13 +39,18 @@ def main() -> None:
     config = EngineConfig(device="cuda", gpu_memory=args.gpu_memory, max_context=args.context, quant=args.quant,
                           kv_dtype=args.kv_dtype, expert_compute=args.expert_compute, tp=1)
     runtime = load(args.file or RandomModel(args.model, head=True), config)
+    loaded = torch.cuda.memory_allocated()
     runtime.warm_up()
+    warm = torch.cuda.memory_allocated()
     engine, failed, began = Engine(runtime), list[str](), time.perf_counter()
     peak = tokens = turns = 0
     with suppress(KeyboardInterrupt):  # ends the turns
         for request in _turns(args.turns, runtime.memory.max_context, runtime.config.vocab_size):
             engine.add(request)
             turns += 1
+            if turns % 25 == 0:
+                print(f"{turns} turns, {time.perf_counter() - began:.0f} s, {len(failed)} failed, "
+                      f"{peak >> 20} MiB, torch {torch.cuda.memory_allocated() >> 20}", flush=True)
             while len(engine.scheduler.running) + len(engine.scheduler.waiting) >= AT_ONCE:
                 tokens += _step(engine, failed)
                 peak = max(peak, free - torch.cuda.mem_get_info()[0])
@@ -57,7 +62,8 @@ def main() -> None:
         "model": runtime.name, "quant": args.quant, "kv_dtype": args.kv_dtype, "turns": turns, "failed": failed,
         "plan": [*runtime.memory.notes, *runtime.memory.warnings], "limit_mib": limit >> 20, "peak_mib": peak >> 20,
         "fits": peak <= limit, "reserved_mib": torch.cuda.max_memory_reserved() >> 20,
-        "allocated_mib": torch.cuda.max_memory_allocated() >> 20, "generated": tokens,
+        "allocated_mib": torch.cuda.max_memory_allocated() >> 20, "loaded_mib": loaded >> 20, "warm_mib": warm >> 20,
+        "token_budget": engine.scheduler.token_budget, "generated": tokens,
         "preemptions": engine.scheduler.preemptions, "seconds": round(seconds, 1), **_layers(runtime),
         **_alone(engine, failed)})
     engine.close()

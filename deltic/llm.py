@@ -408,8 +408,8 @@ class LLM:
     def save_state(self, prompt: Any, directory: str | Path, name: str = "", **options: Unpack[ChatOptions]
                    ) -> SavedState:
         """Saves the prefix that a prompt begins with as files in a directory; reads the prompt first, as far as it is
-        not cached. prompt: messages, of which system messages alone stand for what all conversations with them and
-        with `tools` share; or a raw prompt, text or token ids. Returns the saved state with its id."""
+        not cached. prompt: messages, or a raw prompt, text or token ids. System messages alone mean the prefix that
+        all conversations with them and with `tools` share. Returns the saved state with its id."""
         check_options("save_state", options, ("prompt", "directory", "name", *ChatOptions.__annotations__))
         job, answer = self._saved_prefix(prompt, **options)
         if not self.states.keeps(self.worker, job.request):

@@ -348,7 +348,7 @@ class EngineRequest:
         logits [V], a float32 tensor on the host; return the logits to draw from, before penalties, bias and filters.
         They run in another thread while other requests go on; an exception ends the request. Nothing is drafted for
         such a request.
-    lineage: what it branches off. It changes no token.
+    lineage: the conversation that the request belongs to. It changes no token.
     """
 
     id: str

@@ -66,7 +66,8 @@ def tell(engine: Engine, requests: Sequence[EngineRequest], meddle: Meddle = not
 
 
 def counts(engine: Engine) -> Any:
-    return replace(engine.stats, async_steps=0, last_overhead=0.0)
+    """The statistics without times."""
+    return replace(engine.stats, async_steps=0, last_overhead=0.0, busy_seconds=0.0)
 
 
 def kept(engine: Engine) -> set[tuple[int, ...]]:

@@ -27,7 +27,7 @@ def all_memory() -> list[torch.Tensor]:
     return found
 
 
-def test_full_card_fails_one_request() -> None:
+def test_full_card_makes_steps_shorter() -> None:
     runtime = load(RandomModel("qwen3.5-0.8b", 4), EngineConfig(device="cuda", dtype="bfloat16", memory="1GiB",
                                                                 max_batch=4, max_context=16384, speculate="off"))
     engine, answers, vocabulary = Engine(runtime), Answers(), runtime.config.vocab_size
@@ -48,9 +48,8 @@ def test_full_card_fails_one_request() -> None:
         del held
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    error = answers["long", 0].last.error
-    assert error and "there is no memory for a step with" in error
-    assert all(answers[f"short{index}", 0].last.finish == "length" for index in range(3))
+    assert 256 <= engine.scheduler.token_budget < 8000
+    assert all(answer.last.finish == "length" for answer in answers.values()) and len(answers) == 4
     assert all(len(answers[f"short{index}", 0].tokens) == 40 for index in range(3))
     engine.add(greedy(numbers(9, 8000, vocabulary), 4, name="again"))
     drain(engine, answers)

@@ -55,7 +55,7 @@ each_case = pytest.mark.parametrize(("name", "quant"), [("0.8b", "none"), ("0.8b
                                                         ("4b", "q4_k"), ("35b-a3b", "none")])
 
 
-@lru_cache(8)
+@lru_cache(3)
 def runtime_of(name: str, tp: int, **options: Any) -> ModelRunner:
     runtime = load(MODELS[name], EngineConfig(**{**OPTIONS, "tp": tp, **options}))
     assert len({shard.device for shard in runtime.pools.shards}) == tp and runtime.step is not None

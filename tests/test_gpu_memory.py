@@ -38,8 +38,8 @@ def planned(**options: Any) -> tuple[int, int]:
 def test_a_share_of_the_card_is_of_all_of_it(card: list[int]) -> None:
     options = EngineConfig(device="cuda", gpu_memory_utilization=0.9)
     assert card_room(options) == 62 * GIB, "10 of 80 are taken"
-    assert card_room(EngineConfig(device="cuda", gpu_memory="24GiB")) == 14 * GIB
-    assert card_room(EngineConfig(device="cuda", gpu_memory="200GiB")) == 70 * GIB, "more than the card has"
+    assert card_room(EngineConfig(device="cuda", gpu_memory="24GiB")) == 13.5 * GIB, "torch may not take half a GiB"
+    assert card_room(EngineConfig(device="cuda", gpu_memory="200GiB")) == 69.5 * GIB, "more than the card has"
     assert free_on_card(options) == 70 * GIB
     assert free_on_card(EngineConfig(device="cuda", gpu_memory="24GiB")) == 14 * GIB
     card[0] = 4 * GIB
@@ -53,7 +53,7 @@ def test_the_cache_takes_what_a_share_leaves(card: list[int]) -> None:
     assert GIB < work < 4 * GIB
     assert planned() == planned(gpu_memory_utilization=0.9) == planned(memory=str(62 * GIB - work))
     assert planned(gpu_memory_utilization=0.5) == planned(memory=str(30 * GIB - work))
-    assert planned(gpu_memory="40GiB") == planned(memory=str(30 * GIB - work))
+    assert planned(gpu_memory="40GiB") == planned(memory=str(30 * GIB - GIB // 2 - work))
     card[0] = 8 * GIB
     assert planned() == planned(memory=str(2 * GIB)), "weights nearly fill the card: a quarter of what is free"
 
@@ -149,7 +149,7 @@ TOWER = GIB
 """More than the vision tower of the 27B takes in bfloat16."""
 
 
-@pytest.mark.parametrize(("kv", "batch"), [("fp8", 8), ("auto", 1)])
+@pytest.mark.parametrize(("kv", "batch"), [("fp8", 8), ("int4", 8)])
 def test_27b_in_4_bits_has_64k_tokens_of_context_in_24_gib(kv: str, batch: int) -> None:
     """With its vision tower and drafts."""
     config = ModelConfig.preset("qwen3.5-27b")

@@ -19,7 +19,7 @@ LINES = {
     "cluster": 1420,
     "config": 1740,
     "embeddings": 2600,
-    "engine": 3695,
+    "engine": 3715,
     "export": 3950,
     "loader": 6150,
     "model": 1170,
@@ -30,7 +30,7 @@ LINES = {
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 278
+FILES_AT_MOST = 279
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

@@ -123,6 +123,32 @@ def test_a_step_without_memory_costs_one_request(ahead: bool, monkeypatch: pytes
     engine.check()
 
 
+def test_steps_without_memory_get_shorter(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = reuse_cases.runtime_of(odd_runtime(), batch=4, budget=400, slots=40)
+    asked = [greedy(numbers(index, size, 500), 12, name=f"{size}", seed=index)
+             for index, size in enumerate((20, 300, 400))]
+    alone = {key: answer.tokens for request in asked for key, answer in serve(runtime, [request]).items()}
+    engine, run, steps = Engine(runtime), ModelRunner.run_hidden, list[int]()
+
+    def refuse(self: ModelRunner, batch: Batch) -> Any:
+        steps.append(batch.layout.tokens)
+        if batch.layout.tokens > 280:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return run(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "run_hidden", refuse)
+    runtime.cache.clear()
+    for request in asked:
+        engine.add(request)
+    answers = Answers()
+    drain(engine, answers)
+    assert {key: answer.tokens for key, answer in answers.items()} == alone
+    failed = [tokens for tokens in steps if tokens > 280]
+    assert failed and 256 <= engine.scheduler.token_budget <= 280 and len(failed) == 1, steps
+    assert f"from now on steps have at most {engine.scheduler.token_budget}" in caplog.text
+    engine.check()
+
+
 SHORTAGE = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 

@@ -31,7 +31,7 @@ NAME: Final = "deltic"
 _ROUTER: Final = "deltic.cluster.serve_router.StateAwareRouter"
 _REPORT_SECONDS: Final = 1.0
 _UNBOUNDED: Final = 100_000
-"""Requests that Serve lets a replica have: its own limits refuse what is too much, with the errors of one machine."""
+"""Requests that Serve sends to one replica at most. The replica's own limits refuse more, as on one machine."""
 _TARGET, _MOST_REPLICAS = 16, 100
 """Requests of a replica that autoscaling aims at, and the most replicas, unless a file of `serve deploy` says more."""
 _SHUTDOWN_SECONDS: Final = 15.0
@@ -160,7 +160,7 @@ def _local_cpus(plan: ReplicaPlan) -> int:
 
 
 def _cause(name: str) -> str:
-    """Returns what Serve says of replicas that did not start."""
+    """Returns Serve's messages about replicas that did not start."""
     from ray import serve
 
     found = serve.status().applications.get(name)

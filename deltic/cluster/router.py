@@ -98,8 +98,8 @@ class Holders:
 
 
 class KeyIndex:
-    """The holders of boundaries, in bounded memory: two generations, of which the older one is dropped when the younger
-    one is half of all. What is used moves to the younger one."""
+    """The holders of boundaries, in bounded memory: two generations. When the younger one has half of all boundaries,
+    the older one is dropped. A boundary that is used moves to the younger one."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -220,7 +220,7 @@ class StateRouter:
                 self.index.put(key, replica.number, size * character)
 
     def ended(self, request: RoutedRequest) -> None:
-        """Notes that a request has ended, in whatever way."""
+        """Notes that a request has ended, with an answer or an error."""
         replica = request.replica
         if request.epoch == replica.epoch:
             replica.sent = max(replica.sent - request.cost, 0.0)

@@ -20,13 +20,13 @@ from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import grid_spacing
 from deltic.engine.admission import keys_of, new_sequence, salted
 from deltic.engine.async_schedule import schedule_async
+from deltic.engine.failures import Failures
 from deltic.engine.policy import StepTimes
 from deltic.engine.scheduler import Scheduler
 from deltic.engine.sequence import ForkPoint, Sequence
 from deltic.engine.stats import EngineStats, RequestProgress, TokenMeter, progress
-from deltic.engine.step_plan import StepPlan, base_after
+from deltic.engine.step_plan import base_after
 from deltic.errors import RequestError
-from deltic.ops.memory import is_shortage
 from deltic.params import Embed, EngineRequest, Event, Finish, SamplingParams, TokenEvent, TokenLogprobs, VectorEvent
 from deltic.runner.image_embeds import ImageEmbeds
 from deltic.runner.known_logits import KnownLogits
@@ -489,68 +489,3 @@ class Engine:
 
     def _defaults(self) -> Mapping[str, Any]:
         return {**self.runtime.generation.sampling(), "max_repeat": self.runtime.options.max_repeat}
-
-
-Fail = Callable[[str, str], None]
-"""Ends a request, by its id, with an error of this text."""
-
-class Failures:
-    """Ends the requests of failed steps and keeps the others running."""
-
-    def __init__(self, runtime: Model, scheduler: Scheduler, speculator: SpeculationController) -> None:
-        self._runtime, self._scheduler, self._speculator = runtime, scheduler, speculator
-
-    def lose(self, flight: InFlight, error: Exception, fail: Fail) -> None:
-        """Ends the requests of a step that has raised this error. If memory ran out, ends only the largest one; the
-        others process their tokens again, because it is not known what the step has done for them."""
-        live = [each for each in flight.scheduled if each.live]
-        if is_shortage(error) and live:
-            log.error("a step of %d tokens ran out of memory; its largest request ends with an error",
-                      sum(each.tokens for each in live), exc_info=error)
-            largest = max(live, key=lambda each: each.tokens)
-            lost, message = {largest.sequence.request.id}, (
-                f"there is no memory for a step with {largest.tokens} tokens of this request: let the server have a "
-                "smaller `token_budget` or `memory`, or a larger `gpu_memory`")
-        else:
-            log.error("a step failed; its requests end with an error", exc_info=error)
-            lost, message = {each.sequence.request.id for each in live}, f"internal error: {error}"
-        for request in lost:
-            fail(request, message)
-        for each in live:
-            if each.live:
-                self._speculator.forget(each.sequence)
-                self._scheduler.start_over(each.sequence)
-        self.recover()
-
-    def end_refused(self, fail: Fail) -> None:
-        """Ends the requests that could not be admitted."""
-        while self._scheduler.failed:
-            sequence, error = self._scheduler.failed.pop()
-            log.error("a request could not be admitted and ends with an error", exc_info=error)
-            fail(sequence.request.id, f"internal error: {error}")
-
-    def flush(self) -> None:
-        """Carries out all queued operations on the pools now."""
-        try:
-            self._runtime.cache.operations.flush()
-        except Exception:
-            log.exception("an operation on the cache failed")
-        self.recover()
-
-    def gives_up(self, plan: StepPlan) -> bool:
-        """True if the plan is useless because the cache was poisoned while it was made."""
-        if self._runtime.cache.operations.poisoned:
-            self._runtime.cache.pools.forget(plan.operations)
-        return self._runtime.cache.operations.poisoned
-
-    def recover(self) -> None:
-        """Empties a poisoned cache. All running sequences process their tokens again."""
-        if not self._runtime.cache.operations.poisoned:
-            return
-        log.error("the cache is emptied because an operation on it failed; running requests process their prompts "
-                  "again")
-        for sequence in self._scheduler.running:
-            self._speculator.forget(sequence)
-        self._scheduler.start_all_over()
-        self._speculator.pending = None
-        self._runtime.cache.reset()

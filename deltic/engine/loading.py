@@ -188,14 +188,14 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         reader = WeightReader(source, options, ops, dtype, use.drafts, progress)
         head_parts = reader.read_head()
         plan = _cache_planner(config, options, dtype, bool(head_parts), use)
-        beside = _layers_beside(reader, head_parts, use, plan)
-        parts, store = reader.read(beside)
+        layer_plan = _layers_beside(reader, head_parts, use, plan)
+        parts, store = reader.read(layer_plan)
         times.done("weights")
         # layers
         experts = place_experts(store, parts[0], files, config, options, ops, dtype)
-        layers = place_layers(parts[0], beside, options, config.num_hidden_layers) if beside.layers else None
-        beside_pools = layers.pools if layers else experts.store.pools() if experts else ()
-        decoder = build(config, parts, ops, getattr(torch, dtype), reader.tiled, beside_pools)
+        layers = place_layers(parts[0], layer_plan, options, config.num_hidden_layers) if layer_plan.layers else None
+        offloaded_pools = layers.pools if layers else experts.store.pools() if experts else ()
+        decoder = build(config, parts, ops, getattr(torch, dtype), reader.tiled, offloaded_pools)
         texts = files.tokenizer() if files else None
         head = build_head(config, head_parts, decoder, reader.draft_vocabulary(texts)) if head_parts else None
         keep_freed_memory()
@@ -205,8 +205,8 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         # memory plan, cache and tiers
         work = working_bytes(shard_config(config, options.shards), options.token_budget,
                              unpacks_experts(experts, decoder.weights))
-        memory, pool_options = plan(beside.settle(options), card_memory(options, work) if options.on_gpu else None)
-        memory = beside.describe(memory)
+        memory, pool_options = plan(layer_plan.settle(options), card_memory(options, work) if options.on_gpu else None)
+        memory = layer_plan.describe(memory)
         _log_plan(memory, f"the draft model {source.name}: " if use.drafts else "")
         pools = allocate_shards(config, memory.pages, memory.slots, decoder.dtype, [ops] * options.shards,
                                 options.devices, replace(pool_options, tiled=reader.tiled))

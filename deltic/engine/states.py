@@ -93,7 +93,7 @@ class StateFiles:
         return self._model
 
     def save_sequence(self, owner: SequenceCache, directory: str | Path, name: str) -> SavedState:
-        """Saves all tokens of a sequence of which no step is in flight."""
+        """Saves all tokens of a sequence. Call it while no step of the sequence is in flight."""
         cache, model = self._runtime.cache, self.model  # raises before anything is copied
         if owner.unflushed:
             cache.states.flush(owner)

@@ -154,13 +154,14 @@ def _card_budget(options: EngineConfig, card: CardMemory) -> int:
 
 def card_memory(options: EngineConfig, steps: int = 0) -> CardMemory:
     """Returns the memory of the options' GPU, or of the fullest of several. What torch keeps for later counts as free.
-    """
+    Where `gpu_memory` restricts torch, what will be allocated besides it counts as taken."""
     if torch.cuda.is_initialized():
         empty_cache(map(torch.device, options.devices))
     free, total = _least_memory(options)
     limit = options.gpu_memory_bytes or int(total * (options.gpu_memory_utilization or SHARE))
-    option = "gpu_memory_utilization" if options.gpu_memory is None else "gpu_memory"
-    return CardMemory(min(limit, total), total - free, steps, option)
+    if options.gpu_memory is None:
+        return CardMemory(min(limit, total), total - free, steps, "gpu_memory_utilization")
+    return CardMemory(min(limit, total), total - free + _OUTSIDE, steps)
 
 
 def _least_memory(options: EngineConfig) -> tuple[int, int]:
@@ -189,7 +190,7 @@ def expected_card(config: ModelConfig, options: EngineConfig, weights: int) -> C
     elif options.gpu_memory_bytes is None:
         return None
     else:
-        card = CardMemory(options.gpu_memory_bytes, _CONTEXT, 0)
+        card = CardMemory(options.gpu_memory_bytes, _CONTEXT + _OUTSIDE, 0)
     steps = working_bytes(shard_config(config, options.shards), fit_steps(options, card.limit).token_budget)
     return replace(card, taken=card.taken + weights, steps=steps)
 

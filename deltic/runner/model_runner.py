@@ -338,8 +338,8 @@ class ModelRunner:
                 if not is_shortage(error):  # requests will find out; a server that only warms up need not end
                     log.exception("%s: a step with prompts failed before the start", self.name)
                     break
-                log.warning("%s: there is no memory for a step with %d prompt tokens, so that long prompts will fail: "
-                            "choose a smaller `token_budget`, `memory` or `gpu_memory_utilization`", self.name,
+                log.warning("%s: there is no memory for a step with %d prompt tokens, so that long prompts need more "
+                            "steps: choose a smaller `token_budget`, `memory` or `gpu_memory_utilization`", self.name,
                             sum(len(row.tokens) for row in plan.rows))
         if isinstance(self.step, PreparesPrompts):
             self.step.prepare_prompts(min(budget, self.memory.max_context))

@@ -58,7 +58,7 @@ def routes(models: ModelRegistry, store: ResponseStore, directory: Path | None, 
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What is to be saved: the request that reads it, and the record of the last answer."""
+    """The prefix to save: the request that reads it, and the record of the last answer."""
 
     job: PreparedRequest
     answer: PortableAnswer | None = None
@@ -89,7 +89,7 @@ class _StateEndpoints:
         return json_response(_fields(saved))
 
     def _prepare(self, record: RequestRecord, served: ServedModel, body: StateRequest) -> _Reading | None:
-        """Returns how to read what is to be saved; None to load."""
+        """Returns the prefix to save; None if the request loads one."""
         given = [name for name in _SOURCES if getattr(body, name) not in (None, [])]
         if len(given) != 1:
             raise RequestError(f"give one of {', '.join(_SOURCES)}, not {' and '.join(given) or 'none'}", "messages")

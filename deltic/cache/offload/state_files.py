@@ -51,7 +51,7 @@ class PrefixPart:
 
 def write_state(store: StateDirectory, model: StateModel, parts: Sequence[PrefixPart], name: str,
                 answer: SavedAnswer | None = None, most: int | None = None) -> SavedState:
-    """Writes a prefix and returns what it is. Items that are there already are kept. answer: that the prefix ends with.
+    """Writes a prefix and returns its description. Items that exist already are kept. answer: at the end of the prefix.
     most: bytes that the directory may have in all. Raises StateError if it would have more, FullError if the disk is
     full."""
     files = list[tuple[ItemFile, list[bytes | memoryview]]]()

@@ -143,7 +143,7 @@ class StateDirectory(StateFolder):
 
 
 class HttpStates(StateFolder):
-    """A directory of an HTTP server: GET, HEAD, and PUT for what is pushed. Its index page lists the files."""
+    """A directory of an HTTP server, by GET, HEAD and PUT. Its index page lists the files."""
 
     def __init__(self, place: str) -> None:
         import httpx2

@@ -121,6 +121,9 @@ class Multiply:
     def group(self, tokens: int, units: int) -> int:
         """Units of a block between two sums over its warps: as many as fit."""
         rest = (self._room(tokens) + 1024 - self._fixed(tokens)) // 2
+        if tokens == 1 and self._sliced:  # the least number of slots leaves the next kernel its room
+            beside = SHARED_BYTES_BESIDE_NEXT - self._fixed(tokens) - self._least_slots(tokens) * self._slot(tokens)
+            rest = min(rest, beside // 2)
         at_once = self._shape(tokens).units if self._sliced else 1
         return at_once * max(1, min(min(self.card.sum_bytes, rest) // self._least_sums(tokens), -(-units // at_once)))
 
@@ -129,10 +132,10 @@ class Multiply:
         slot, fixed, least = self._slot(tokens), self._fixed(tokens) + sums, self._least_slots(tokens)
         most = self.card.max_shared_bytes
         slots = (min(SHARED_BYTES_BESIDE_NEXT, most) - fixed) // slot
-        if slots < (least if self._sliced else 3) or (tokens > 1 and slots * slot < _MIN_BYTES_IN_FLIGHT):
+        if slots < max(3, least * self._sliced) or (tokens > 1 and slots * slot < _MIN_BYTES_IN_FLIGHT):
             slots = (most - fixed) // slot
         slots = max(least, min(slots, 24 if slot < self.unit * SEGMENT * 2 else 12))
-        return slots // least * least if self._sliced else slots
+        return slots // least * least if self._sliced and self._shape(tokens).units > 1 else slots
 
     def shared(self, tokens: int, group: int, units: int) -> tuple[int, int]:
         """Returns slots and bytes of shared memory of a block with so many units."""
@@ -150,7 +153,7 @@ class Multiply:
 
     def _slot(self, tokens: int) -> int:
         if self._sliced:
-            return self.unit * self._shape(tokens).line
+            return self._shape(tokens).slot
         return self.unit * (self.columns * 2 if self.columns <= SEGMENT else SEGMENT * 2 + 64)
 
     def _fixed(self, tokens: int) -> int:

@@ -10,8 +10,10 @@ from deltic.ops.types import GdnSpec
 
 _PIECE_UNIT = 64
 """Columns of a slot are a multiple of it."""
-_ONE_TOKEN_BYTES, _SHORT_WEIGHTS, _COPY_BYTES = 93 << 10, 3072, 2304
-"""Of a block with one token: its input and its rings, at most. Of a short slot. Of a copy of several slices."""
+_ONE_TOKEN_BYTES, _COPY_BYTES = 93 << 10, 2304
+"""Of a block with one token: its input and its ring, at most. Of a copy of several slices."""
+_LANES = 16
+"""Copies of a short slot that are made at once, if a copy is of one slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +60,15 @@ class SliceShape:
     def pieces(self) -> int:
         """Slots that a range takes."""
         fit = ((_ONE_TOKEN_BYTES - 2 * self.columns) // (WARPS * self.rows) - 64) // 128 * _PIECE_UNIT
-        return -(-self.range // (_SHORT_WEIGHTS // self.rows if self.short else max(fit, _PIECE_UNIT)))
+        return -(-self.range // ((768 if self.rows < 8 else 448) if self.short else max(fit, _PIECE_UNIT)))
 
     @property
     def piece(self) -> int:
         return -(-self.range // (self.pieces * _PIECE_UNIT)) * _PIECE_UNIT
 
     @property
-    def joined(self) -> int:
-        """Slices of a slot, and warps that multiply them."""
+    def span(self) -> int:
+        """Slices of a copy."""
         count, slices = 1, self.split.slices
         whole = self.columns == slices * self.piece
         while whole and 2 * count <= slices and 4 * count * self.range <= _COPY_BYTES:
@@ -74,9 +76,14 @@ class SliceShape:
         return count
 
     @property
-    def line(self) -> int:
-        """Bytes of a row in a slot."""
-        return self.joined * self.piece * 2 + 64
+    def joined(self) -> int:
+        """Slices of a slot, and warps that multiply them."""
+        return self.span if self.span > 1 or not self.short else min(self.split.slices, _LANES // self.rows)
+
+    @property
+    def slot(self) -> int:
+        """Bytes of a slot."""
+        return self.joined // self.span * self.rows * (self.span * self.piece * 2 + 64)
 
     @property
     def teams(self) -> int:
@@ -100,4 +107,4 @@ class SliceShape:
     def check(self) -> str:
         """Source that does not compile if the kernels' shape is another one."""
         shape = f"SliceShape<{self.columns}, {self.template}>"
-        return f"static_assert({shape}::LINE == {self.line} && {shape}::PARTS == {self.rounds});\n"
+        return f"static_assert({shape}::SLOT == {self.slot} && {shape}::PARTS == {self.rounds});\n"

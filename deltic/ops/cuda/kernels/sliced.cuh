@@ -5,29 +5,33 @@
 // A warp multiplies a whole slice of a unit: groups of 32 columns, counted from the slice's first column on, one after the
 // other, even ones into one accumulator and odd ones into another one. The slices' sums are added in pairs. No step of this
 // depends on where the slice lies or which others the device has. Eight slices make a unit of a model on one device; of one
-// on several devices the eight warps multiply several units at once. A warp, or a team of warps with neighbouring slices, has a
-// ring of its own, so that it does not wait for others before all units are multiplied. A slot has a piece of each slice: the
-// copying warp needs as long for a short copy as for one of 2 KiB.
+// on several devices the eight warps multiply several units at once. Warps with neighbouring slices make a team. Teams take the
+// ring's slots in turns and do not wait for each other before all units are multiplied. A slot has a piece of each slice of a
+// team: the copying warp needs as long for a copy of 1 KiB as for one of 2, and as long for 4 copies as for 16.
 
 // The shape of a slot. SLICES: of the device. RUNS: a slice has a range of columns in each of so many equal runs. SHORT:
 // slots are short, as the input of many tokens, or a small card, leaves little room.
 template <int K, int SLICES, int RUNS, int ROWS, bool SHORT> struct SliceShape {
-    static constexpr int UNIT = 16, RUN = K / RUNS, RANGE = slice_end(RUN / UNIT, SLICES, 0) * UNIT, COPY = 2304;
+    static constexpr int UNIT = 16, RUN = K / RUNS, RANGE = slice_end(RUN / UNIT, SLICES, 0) * UNIT, COPY = 2304, LANES = 16;
     static_assert(RUN % UNIT == 0 && K % RUNS == 0);
     // otherwise the rings of 8 warps leave room for the input of a token
-    static constexpr int FIT = (((93 << 10) - 2 * K) / (8 * ROWS) - 64) / 128 * 64, WIDEST = SHORT ? 3072 / ROWS : FIT > 64 ? FIT : 64;
+    static constexpr int FIT = (((93 << 10) - 2 * K) / (8 * ROWS) - 64) / 128 * 64, WIDEST = SHORT ? (ROWS < 8 ? 768 : 448) : FIT > 64 ? FIT : 64;
     static constexpr int PIECES = (RANGE + WIDEST - 1) / WIDEST, PIECE = ((RANGE + PIECES - 1) / PIECES + 63) / 64 * 64;
     static constexpr int PARTS = RUNS * PIECES;  // slots of a slice
     // all ranges are equal, and whole pieces
     static constexpr bool EQUAL = RUN == SLICES * PIECES * PIECE;
-    static constexpr int joined() {
+    static constexpr int span() {
         int n = 1;
         while (EQUAL && PARTS == 1 && 2 * n <= SLICES && 4 * n * RANGE <= COPY) n *= 2;
         return n;
     }
-    static constexpr int JOINED = joined();  // slices of a slot, and warps of a team
-    // rows lie an odd number of 64 bytes apart, so that two of them are not in the same banks
-    static constexpr int LINE = JOINED * PIECE * 2 + 64;
+    static constexpr int SPAN = span();  // slices of a copy
+    // slices of a slot, and warps of a team
+    static constexpr int JOINED = SPAN > 1 || !SHORT ? SPAN : SLICES < LANES / ROWS ? SLICES : LANES / ROWS;
+    // lines lie an odd number of 64 bytes apart, so that two of them are not in the same banks
+    static constexpr int LINE = SPAN * PIECE * 2 + 64, LINES = JOINED / SPAN * ROWS, SLOT = LINES * LINE;
+    // A row's line in a slot, and the line's part, that has a slice of the team: bytes from the slot's begin.
+    static DEVICE int place(int slice, int row) { return (slice / SPAN * ROWS + row) * LINE + slice % SPAN * (RANGE * 2); }
     // Columns of part p of a slice: the first one, and how many.
     static DEVICE int first(int slice, int p) {
         const int run = p / PIECES;
@@ -48,8 +52,8 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
     using Base::a, Base::tid, Base::warp, Base::lane, Base::xs, Base::WARPS;
     using Shape = SliceShape<K, SLICES, RUNS, ROWS, SHORT>;
     static constexpr int JOINED = Shape::JOINED, TEAMS = WARPS / JOINED;
-    static constexpr int PARTS = Shape::PARTS, LINE = Shape::LINE, SLOT = ROWS * LINE, UNITS = WARPS / SLICES;  // UNITS: at once
-    int count, lap = 0, slot = 0;  // slot: of the team's ring, every so many teams-th of all
+    static constexpr int PARTS = Shape::PARTS, SLOT = Shape::SLOT, UNITS = WARPS / SLICES;  // UNITS: at once
+    int count, lap = 0, slot = 0;
     u32 barriers, ring, input;     // input: a lane's column of x in the first group
     float *partial;                // [2, group, SLICES, T, ROWS]
     float old = 0;
@@ -62,37 +66,45 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
         ring = shared_address(shared + 1024);
         input = shared_address(xs) + (lane >> 2 & 1) * 8;
     }
-    DEVICE void next() {
-        if ((slot += TEAMS) >= a.slots) slot -= a.slots, lap ^= 1;
+    // The slot so many after the current one.
+    DEVICE void next(int slots) {
+        if ((slot += slots) >= a.slots) slot -= a.slots, lap ^= 1;
     }
-    // The copying warp: pieces for all teams in turns; the first ones of each need no room to be made.
+    // The copying warp: pieces for all teams in turns; the first ones need no room to be made.
     DEVICE void copy_all() {
         const u64 policy = read_once();
-        const int rounds = (count + UNITS - 1) / UNITS * PARTS, early = min(a.slots / TEAMS, rounds), empty = 8 * a.slots;
+        const int total = (count + UNITS - 1) / UNITS * PARTS * TEAMS, early = min(a.slots, total), empty = 8 * a.slots;
         if (lane == 0) {
             for (int i = 0; i < a.slots; ++i) init_barrier(barriers + 8 * i, COPIERS), init_barrier(barriers + empty + 8 * i, JOINED);
             publish_barriers();
         }
         __syncwarp();
-        int round = 0;
+        const int line = min(lane, Shape::LINES - 1), row = line % ROWS;
+        int done = 0;
         for (int unit = 0; unit < count; unit += UNITS)
-            for (int p = 0; p < PARTS; ++p, ++round, next()) {
-                if (round == early) __syncthreads();  // the barriers are there
-                for (int n = 0; n < min(UNITS, count - unit) * (SLICES / JOINED); ++n) {
-                    const u32 barrier = barriers + 8 * (slot + n);
-                    if (round >= early) await_barrier(barrier + empty, lap ^ 1);
-                    const int row = (int(blockIdx.x) + (unit + n / (SLICES / JOINED)) * int(gridDim.x)) * ROWS + lane;
-                    const int slice = n * JOINED % SLICES, bytes = JOINED * Shape::columns(slice, p) * 2;
-                    const char *const from = (const char *)a.weight + i64(min(row, a.rows - 1)) * (K * 2);
-                    if (lane == 0) expect_bytes(barrier, bytes * ROWS);
-                    __syncwarp();
-                    COPY_EACH(lane < ROWS && bytes > 0, ring + (slot + n) * SLOT + lane * LINE,
-                              from + Shape::first(slice, p) * 2, bytes, barrier, policy);
-                    end_copies(barrier);
+            for (int p = 0; p < PARTS; ++p)
+                for (int team = 0; team < TEAMS; ++team, ++done, next(1)) {
+                    if (done == early) __syncthreads();  // the barriers are there
+                    const int of = unit + team * JOINED / SLICES, slice = team * JOINED % SLICES;
+                    if (of < count) copy_slot(done >= early, of, slice, p, line, row, empty, policy);
                 }
-            }
-        if (early == rounds) __syncthreads();
+        if (early == total) __syncthreads();
         await_own_copies();
+    }
+    // Copies part p of a team's slices, from this one on. line, row: of the lane.
+    DEVICE void copy_slot(bool used, int unit, int slice, int p, int line, int row, int empty, u64 policy) {
+        const u32 barrier = barriers + 8 * slot;
+        if (used) await_barrier(barrier + empty, lap ^ 1);
+        int all = 0;
+#pragma unroll
+        for (int i = 0; i < JOINED; ++i) all += Shape::columns(slice + i, p);
+        if (lane == 0) expect_bytes(barrier, all * 2 * ROWS);
+        __syncwarp();
+        const int own = slice + line / ROWS * Shape::SPAN, bytes = Shape::SPAN * Shape::columns(own, p) * 2;
+        const i64 of = min((int(blockIdx.x) + unit * int(gridDim.x)) * ROWS + row, a.rows - 1);
+        COPY_EACH(lane < Shape::LINES && bytes > 0, ring + slot * SLOT + line * Shape::LINE,
+                  (const char *)a.weight + of * (K * 2) + Shape::first(own, p) * 2, bytes, barrier, policy);
+        end_copies(barrier);
     }
     // Products of a part of a slice. d: of four tokens each, of even and odd groups.
     DEVICE void multiply_part(float (&d)[FOURS][2][4], int slice, int p) {
@@ -100,8 +112,7 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
         const int columns = Shape::columns(slice, p), groups = Shape::EQUAL ? Shape::PIECE / 32 : (columns + 31) / 32;
         const int column = Shape::first(slice, p) + (lane & 3) * 8;
         const u32 from = input + column / 32 * a.tokens * 64 + column % 32 * 2, barrier = barriers + 8 * slot;
-        const u32 at = ring + slot * SLOT + (lane >> 2) % ROWS * LINE + (lane & 3) * 16
-                       + warp % JOINED * (Shape::RANGE * 2);
+        const u32 at = ring + slot * SLOT + Shape::place(warp % JOINED, (lane >> 2) % ROWS) + (lane & 3) * 16;
         const auto multiply_groups = [&](int first) {
             uint4 w[AHEAD];
             uint2 x[AHEAD][FOURS];
@@ -127,6 +138,8 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
                         if (four == 0 || 4 * four < a.tokens)
                             multiply(d[four][i % 2], w[i].x, w[i].y, w[i].z, w[i].w, x[i][four].x, x[i][four].y);
         };
+        // another team has the slot before: a barrier tells the last two of its laps from each other, not more
+        if (a.slots % TEAMS) await_barrier(barrier, lap ^ 1);
         await_barrier(barrier, lap);
         __syncwarp();
         if constexpr (Shape::EQUAL && FOURS == 1) {
@@ -138,7 +151,7 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
         }
         __syncwarp();
         if (lane == 0) arrive_barrier(barrier + 8 * a.slots);  // all that the slot held was multiplied
-        next();
+        next(TEAMS);
     }
     // Products of so many units.
     DEVICE void multiply_units(int units, float *to) {

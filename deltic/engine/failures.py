@@ -1,0 +1,88 @@
+"""What an engine does when a step, an admission or an operation on the cache fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from deltic.engine.scheduler import Scheduler
+from deltic.engine.step_plan import StepPlan
+from deltic.ops.memory import is_shortage
+from deltic.runner.launch import InFlight
+from deltic.runner.model_runner import Model
+from deltic.spec_decode.controller import SpeculationController
+
+log = logging.getLogger("deltic")
+
+Fail = Callable[[str, str], None]
+"""Ends a request, by its id, with an error of this text."""
+_SHORT_STEP = 256
+"""Tokens of a step that is not made shorter when memory runs out."""
+
+
+class Failures:
+    """Ends the requests of failed steps and keeps the others running."""
+
+    def __init__(self, runtime: Model, scheduler: Scheduler, speculator: SpeculationController) -> None:
+        self._runtime, self._scheduler, self._speculator = runtime, scheduler, speculator
+
+    def lose(self, flight: InFlight, error: Exception, fail: Fail) -> None:
+        """Ends the requests of a step that has raised this error. If memory ran out, steps are shorter from now on; a
+        step that is short already ends its largest request. The others process their tokens again, because it is not
+        known what the step has done for them."""
+        live = [each for each in flight.scheduled if each.live]
+        tokens, lost, message = sum(each.tokens for each in live), set[str](), ""
+        if is_shortage(error) and (most := min(self._scheduler.token_budget, tokens)) > _SHORT_STEP:
+            self._scheduler.token_budget = max(_SHORT_STEP, most // 2)
+            log.warning("a step of %d tokens ran out of memory; from now on steps have at most %d (`token_budget`)",
+                        tokens, self._scheduler.token_budget, exc_info=error)
+        elif is_shortage(error) and live:
+            log.error("a step of %d tokens ran out of memory; its largest request ends with an error", tokens,
+                      exc_info=error)
+            largest = max(live, key=lambda each: each.tokens)
+            lost, message = {largest.sequence.request.id}, (
+                f"there is no memory for a step with {largest.tokens} tokens of this request: let the server have a "
+                "smaller `token_budget` or `memory`, or a larger `gpu_memory`")
+        else:
+            log.error("a step failed; its requests end with an error", exc_info=error)
+            lost, message = {each.sequence.request.id for each in live}, f"internal error: {error}"
+        for request in lost:
+            fail(request, message)
+        for each in live:
+            if each.live:
+                self._speculator.forget(each.sequence)
+                self._scheduler.start_over(each.sequence)
+        self.recover()
+
+    def end_refused(self, fail: Fail) -> None:
+        """Ends the requests that could not be admitted."""
+        while self._scheduler.failed:
+            sequence, error = self._scheduler.failed.pop()
+            log.error("a request could not be admitted and ends with an error", exc_info=error)
+            fail(sequence.request.id, f"internal error: {error}")
+
+    def flush(self) -> None:
+        """Carries out all queued operations on the pools now."""
+        try:
+            self._runtime.cache.operations.flush()
+        except Exception:
+            log.exception("an operation on the cache failed")
+        self.recover()
+
+    def gives_up(self, plan: StepPlan) -> bool:
+        """True if the plan is useless because the cache was poisoned while it was made."""
+        if self._runtime.cache.operations.poisoned:
+            self._runtime.cache.pools.forget(plan.operations)
+        return self._runtime.cache.operations.poisoned
+
+    def recover(self) -> None:
+        """Empties a poisoned cache. All running sequences process their tokens again."""
+        if not self._runtime.cache.operations.poisoned:
+            return
+        log.error("the cache is emptied because an operation on it failed; running requests process their prompts "
+                  "again")
+        for sequence in self._scheduler.running:
+            self._speculator.forget(sequence)
+        self._scheduler.start_all_over()
+        self._speculator.pending = None
+        self._runtime.cache.reset()
