@@ -143,8 +143,12 @@ class PackedMultiply:
         """Tokens whose input leaves room for the sums of `high` units and for weights on their way."""
         input = _input(self.columns, self.kinds)
         sums = 2 * self.parts * high * self.columns // TILE_COLUMNS * TILE_ROWS * 4
-        room = min(self.card.product_bytes, self.card.max_shared_bytes - 1024 - 2 * _slot(self.kinds, high))
+        room = self._room(high)
         return min(room // (input + sums), (room - 2 * self.card.sum_bytes) // input)
+
+    def _room(self, high: int) -> int:
+        """Bytes of shared memory for the input and the sums: what two slots leave, at most."""
+        return min(self.card.product_bytes, self.card.max_shared_bytes - 1024 - 2 * _slot(self.kinds, high))
 
     def plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:
         """counts: units of each part in a block, at most."""
@@ -155,7 +159,7 @@ class PackedMultiply:
         round = most = max(counts)
         room, shared = 2 * self.card.sum_bytes, self.card.max_shared_bytes
         if tokens > MMA_TOKENS // 2:  # products take longer than copies, so that equal shares of all warps matter more
-            room = max(room, self.card.product_bytes - tokens * _input(self.columns, self.kinds))
+            room = max(room, self._room(high) - tokens * _input(self.columns, self.kinds))
         if sum(counts) * unit > room:  # a multiple of `high`, so that only the last unit may be single
             fits = [units for units in range(high, min(most, room // unit) + 1, high)
                     if sum(min(units, count) for count in counts) * unit <= room // 2]
