@@ -93,7 +93,7 @@ def _turns(count: int, context: int, vocabulary: int) -> Iterator[EngineRequest]
     texts = [list[int]() for _ in range(AT_ONCE)]
     for turn in range(count):
         new, text = chance.choice((8, 64, 200)), texts[turn % AT_ONCE]
-        more = context - new - 1 if turn == 0 else int(chance.triangular(16, context // 8, 64))
+        more = context - new - 1 if turn == 0 else int(chance.triangular(16, context // 32, 64))
         if len(text) + more + new >= context:
             text.clear()
         text += chance.choices(range(vocabulary), k=more)

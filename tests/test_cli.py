@@ -68,7 +68,7 @@ def test_without_arguments_help_is_shown(capsys):
 
 
 WITHOUT_ENGINE = {"compile", "cache", "completion", "connect", "convert", "doctor", "export", "ls", "mtp", "ps", "pull",
-                  "rm"}
+                  "rm", "top"}
 
 
 def test_cli_page_is_up_to_date():

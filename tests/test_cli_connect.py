@@ -206,7 +206,7 @@ def test_answers_of_other_servers(home, capsys, monkeypatch):
             ('{"data": []}', "to /v1/models cannot be read (ValueError)"), ("<html>", "(JSONDecodeError)"),
             ("[1]", "(TypeError)"), ('{"data": [7]}', "(TypeError)")):
         opener = SimpleNamespace(open=lambda request, timeout, content=answer: io.BytesIO(content.encode()))
-        monkeypatch.setattr("deltic.cli.connect.build_opener", lambda proxies, opener=opener: opener)
+        monkeypatch.setattr("deltic.cli.client.build_opener", lambda proxies, opener=opener: opener)
         assert main(["connect", "opencode", "--write"]) == 2
         assert hint in capsys.readouterr().err and not list(home.iterdir())
 
@@ -236,7 +236,7 @@ def test_urls_and_keys_that_cannot_be_sent(home, capsys, monkeypatch):
     assert main(["connect", "openai", "--api-key", "a\nb"]) == 2
     assert "the API key has a control character" in capsys.readouterr().err
     sent = []
-    monkeypatch.setattr("deltic.cli.connect.build_opener", lambda proxies: SimpleNamespace(
+    monkeypatch.setattr("deltic.cli.client.build_opener", lambda proxies: SimpleNamespace(
         open=lambda request, timeout: (sent.append(request.get_header("Authorization")), io.BytesIO(b"{}"))[1]))
     assert main(["connect", "openai", "--api-key", "5\u20ac"]) == 2
     assert sent[0].encode("latin-1").decode() == "Bearer 5\u20ac", "as UTF-8, which the server takes"

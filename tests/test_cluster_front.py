@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from deltic.cli import main
 from deltic.cluster.boundaries import Boundaries, boundaries_of
 from deltic.config import Limits
 
@@ -278,6 +279,21 @@ def test_conversations_stay_and_spread(url: str) -> None:
             contents += [found["choices"][0]["message"]["content"], f"question {turn}"]
     assert min(figures(url, "deltic_generated_tokens_total").values()) > 0
     assert len(figures(url, "deltic_steps_total")) == 2
+
+
+@pytest.mark.slow
+def test_top_shows_each_replica(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    chat(url, SYSTEM, "hello")
+    assert main(["top", url, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["replica"]: row for row in found["replicas"]}
+    assert rows.keys() == figures(url, "deltic_steps_total").keys() and len(rows) == 2
+    assert {replica: row["reused_prompt_tokens"] for replica, row in rows.items()} == figures(
+        url, "deltic_prompt_tokens_reused_total")
+    assert found["all"]["cache"]["device"]["budget"] == 2 * found["replicas"][0]["cache"]["device"]["budget"] > 0
+    assert main(["top", url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["replica", "all", *sorted(rows)]
 
 
 @pytest.mark.slow

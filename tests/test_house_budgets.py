@@ -15,7 +15,7 @@ LINES = {
     ".": 2040,
     "cache": 5830,
     "chat": 7075,
-    "cli": 5200,
+    "cli": 5520,
     "cluster": 1420,
     "config": 1740,
     "embeddings": 2600,
@@ -23,14 +23,14 @@ LINES = {
     "export": 3950,
     "loader": 6150,
     "model": 1170,
-    "ops": 11345,
+    "ops": 11365,
     "runner": 4140,
     "server": 8440,
     "spec_decode": 1110,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 279
+FILES_AT_MOST = 281
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

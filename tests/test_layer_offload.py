@@ -96,7 +96,7 @@ def test_the_note_names_the_trade() -> None:
 
 def test_the_longest_context_where_none_is_long_enough() -> None:
     plan, note = note_of("12GiB", max_context=1 << 16)
-    assert layers_of(note) == 64 and 32000 < plan.max_context < 1 << 16 and plan.max_batch == 1
+    assert layers_of(note) == 64 and 30000 < plan.max_context < 1 << 16 and plan.max_batch == 1
     assert f"contexts of up to {plan.max_context:,} tokens" in note
     assert any("max_context is" in warning for warning in plan.warnings)
     plan, note = note_of("16GiB")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from browser import BINARY, Browser, Page, browsing, tab
 from page_cases import HOSTILE, RICH
@@ -19,6 +20,7 @@ from test_vision_chat import llm, served
 from vision_models import directory
 
 from deltic import LLM
+from deltic.cluster.gather import merged_metrics
 from deltic.server.models import ModelSet, ModelSource
 
 __all__ = ["directory", "llm", "served"]
@@ -177,6 +179,60 @@ def test_engine_panel_shows_metrics(page: Page, live: str) -> None:
     assert page.eval("document.querySelector('#engine .plot polyline').points.length") > 1
     page.press("e", ALT, "KeyE")
     assert not page.eval("document.querySelector('#engine').checkVisibility()")
+
+
+def test_engine_panel_has_a_row_for_each_model(page: Page) -> None:
+    def load() -> LLM:
+        return LLM(threads=1, memory="16MiB", max_context=512)
+
+    with serving(ModelSet(tuple(ModelSource(name, load) for name in ("<b>one</b>", "two")))) as served:
+        body = {"prompt": [*range(5, 105)], "max_tokens": 4, "temperature": 0}
+        for model in ("<b>one</b>", "two", "two"):
+            assert served.post("/v1/completions", model=model, **body).status_code == 200
+        visit(page, served.url)
+        page.press("e", ALT, "KeyE")
+        page.wait("document.querySelectorAll('#engine .status tbody tr').length === 3")
+        cells = page.eval("[...document.querySelectorAll('#engine .status tr')].map((row) => "
+                          "[...row.children].map((cell) => cell.innerText))")
+        assert cells[0] == ["model", "running", "waiting", "tokens/s", "reused", "first token", "p95", "device"]
+        every, one, two = cells[1:]
+        assert (every[0], one[0], two[0], one[4]) == ("all 2", "<b>one</b>", "two", "0 %") and one[5].startswith("≤")
+        reused = [int(row[4].removesuffix(" %")) for row in (every, two)]
+        assert 0 < reused[0] < reused[1] and re.fullmatch(r"[\d.]+ \w+ of 12 MiB", one[7])
+        panel = page.text("#engine")
+        assert f"from the cache\n{every[4]}" in panel and re.search(r"device\s+[\d.]+ \w+ of 24 MiB", panel)
+        page.size(360, 740, 2, phone=True)
+        assert page.eval("document.querySelector('#engine').scrollWidth") <= 360
+        page.eval("window.shown = document.querySelector('.status'); document.querySelector('.status').scrollLeft = 50")
+        page.wait("document.querySelector('.status') !== window.shown")
+        assert page.eval("document.querySelector('.status').scrollLeft") == 50, "renewed where it was scrolled to"
+        served.wait_idle()
+
+
+def test_engine_panel_has_a_row_for_each_replica(page: Page, live: str) -> None:
+    """The front's page of metrics, made of those of one server at two times."""
+    visit(page, live)
+    say(page, "1+1=")
+    before = httpx.get(f"{live}/metrics").content
+    say(page, "And of Italy?")
+    after = httpx.get(f"{live}/metrics").content
+    merged = merged_metrics({"k2v81wqd": before, "x70gxtpz": after}).decode()
+    page.eval(f"window.fetch = async () => new Response({json.dumps(merged)})")
+    page.press("e", ALT, "KeyE")
+    page.wait("document.querySelectorAll('#engine .status tbody tr').length === 3")
+    names = page.eval("[...document.querySelectorAll('#engine .status tr > :first-child')].map((one) => one.innerText)")
+    assert names == ["replica", "all 2", "k2v81wqd", "x70gxtpz"]
+    finished = [int(re.search(r'requests_finished_total\{.*"length"\} (\d+)', text.decode())[1])  # type: ignore[index]
+                + int(re.search(r'requests_finished_total\{.*"stop"\} (\d+)', text.decode())[1])  # type: ignore[index]
+                for text in (before, after)]
+    assert int(re.search(r"answers\s+(\d+)", page.text("#engine"))[1]) == sum(finished)  # type: ignore[index]
+    cache = page.eval("[...document.querySelectorAll('#engine .card')].find((one) => one.innerText.startsWith('Cache'))"
+                      ".innerText")
+    one = page.eval("document.querySelector('#engine .status tbody tr:last-child td:last-child').innerText")
+    size = int(re.search(r"of (\d+) MiB", one)[1])  # type: ignore[index]
+    assert re.fullmatch(rf"Cache\ndevice\n[\d.]+ \w+ of {2 * size} MiB\nK/V pages\n.*\nstate slots\n.*", cache), cache
+    assert re.search(r"half of the requests\s+≤", page.text("#engine"))
+    page.wait("!document.querySelector('#engine-problem').innerText")
 
 
 # With scripted answers

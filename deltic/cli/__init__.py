@@ -34,6 +34,7 @@ COMMANDS = {
     "compile": "compile a model with TVM",
     "mtp": "extract the multi-token-prediction head of a model",
     "ps": "list the models of a running server",
+    "top": "show what a running server and its replicas do",
     "pull": "download a model",
     "ls": "list downloaded models",
     "rm": "delete a downloaded model",
@@ -55,7 +56,7 @@ _EPILOG = f"""exit codes:
   {_INTERRUPTED}, {_TERMINATED}, {_BROKEN_PIPE}  ended by Ctrl-C, by SIGTERM, because the reader of the output has gone
 
 environment variables:
-  DELTIC_API_KEY    API key if --api-key is not given (serve, connect)
+  DELTIC_API_KEY    API key if --api-key is not given (serve, connect, ps, top)
   DELTIC_CARD       restrict the GPU kernels to another card: sm_80, sm_86, sm_89, sm_90, sm_100 or sm_120
   HF_HOME           where models of the Hugging Face hub are kept
   HF_TOKEN          token for the hub

@@ -9,28 +9,20 @@ import re
 import shlex
 import shutil
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.error import HTTPError
-from urllib.parse import urlsplit
-from urllib.request import ProxyHandler, Request, build_opener
+from typing import Any
 
 from deltic.cli import options
+from deltic.cli.client import KEY_VARIABLE, ServerClient, add_server, client_of
 from deltic.cli.output import grid, note
 from deltic.cli.parser import UsageError, read_text, replace_file, text
 
-KEY_VARIABLE = "DELTIC_API_KEY"
-_URL = "http://127.0.0.1:8000"
-_MAX_BYTES = 1 << 20  # of a server's answer
 _MAX_ANSWER = 32_000  # tokens that a client reserves for an answer
-_TIMEOUT, _LOADING_TIMEOUT = 10, 1800  # a large model may be loaded
 _RECORD_NAMES = ("name", "id", "model_id")
-Answer = TypeVar("Answer")
 
 
 def add_connect(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +30,7 @@ def add_connect(parser: argparse.ArgumentParser) -> None:
     clients = known_clients()
     known = "; ".join(f"{name}: {client['about']}" for name, client in clients.items())
     parser.add_argument("client", metavar="CLIENT", choices=tuple(clients), type=text, help=known)
-    _add_server(parser)
+    add_server(parser)
     parser.add_argument("--model", type=text, metavar="NAME",
                         help="one of several models of the server (default: its first)")
     parser.add_argument("--write", action="store_true",
@@ -47,7 +39,7 @@ def add_connect(parser: argparse.ArgumentParser) -> None:
 
 def run_connect(args: argparse.Namespace) -> int:
     client = known_clients()[args.client]
-    target = _target(args.url, args.model, _key(args))
+    target = _target(client_of(args), args.model)
     files = [Settings(**_filled(file, target)) for file in client.get("files", ())]
     if not args.write:
         for file in files:
@@ -90,13 +82,13 @@ def _filled(value: Any, target: Target) -> Any:
 
 def add_ps(parser: argparse.ArgumentParser) -> None:
     parser.description = "List the models of a running server."
-    _add_server(parser)
+    add_server(parser)
     options.add_json(parser)
 
 
 def run_ps(args: argparse.Namespace) -> int:
     rows = [{"model": entry["id"], "loaded": entry.get("loaded", True), "context": entry.get("max_model_len")}
-            for entry in _models(args.url, _key(args))]
+            for entry in _models(client_of(args))]
     print(json.dumps({"url": args.url, "models": rows}) if args.json else grid(rows))
     return 0
 
@@ -133,75 +125,27 @@ class Target:
         return max(1, min(self.context // 4, _MAX_ANSWER))
 
 
-def _add_server(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", type=_url, default=_URL, metavar="URL", help=f"URL of the server (default: {_URL})")
-    parser.add_argument("--api-key", type=text, metavar="KEY",
-                        help=f"API key of the server (default: ${KEY_VARIABLE}, else none)")
-
-
-def _key(args: argparse.Namespace) -> str:
-    return args.api_key or os.environ.get("DELTIC_API_KEY") or ""
-
-
-def _url(given: str) -> str:
-    """The URL of a server, with or without /v1."""
-    try:
-        parts = urlsplit(given if "//" in given else f"http://{given}")
-        is_valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
-    except ValueError:
-        is_valid = False
-    if not is_valid:
-        raise UsageError(f"must be like {_URL}, not {given[:80]!r}")
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
-
-
-def _target(url: str, model: str | None, key: str) -> Target:
-    served = {entry["id"]: entry for entry in _models(url, key)}
+def _target(client: ServerClient, model: str | None) -> Target:
+    served = {entry["id"]: entry for entry in _models(client)}
     chosen = model or next(iter(served))
     if chosen not in served:
-        raise UsageError(f"the server at {url} has no model {chosen!r}: --model is one of {', '.join(served)}")
+        raise UsageError(f"the server at {client.url} has no model {chosen!r}: --model is one of {', '.join(served)}")
     context = served[chosen].get("max_model_len")
     if context is None:
         note(f"loading {chosen}, which shows the size of its context ...")
         body = json.dumps({"model": chosen, "prompt": "?"}).encode()
-        context = _request(url, "/tokenize", key, lambda answer: int(answer["max_model_len"]), body)
-    return Target(url, chosen, context, key)
+        context = client.ask_json("/tokenize", lambda answer: int(answer["max_model_len"]), body)
+    return Target(client.url, chosen, context, client.key)
 
 
-def _models(url: str, key: str) -> list[dict[str, Any]]:
+def _models(client: ServerClient) -> list[dict[str, Any]]:
     def listed(answer: Any) -> list[dict[str, Any]]:
         found = list(answer["data"])
         if not found or not all(isinstance(entry["id"], str) for entry in found):
             raise ValueError("no models")
         return found
 
-    return _request(url, "/v1/models", key, listed)
-
-
-def _request(url: str, path: str, key: str, read: Callable[[Any], Answer], body: bytes | None = None) -> Answer:
-    """Returns what `read` takes from the JSON answer. Raises UsageError with a hint if there is none."""
-    if any(char < " " or char == "\x7f" for char in key):
-        raise UsageError("the API key has a control character, such as the end of a line, which no header can carry: "
-                         f"see --api-key and {KEY_VARIABLE}")
-    headers = {"content-type": "application/json"}
-    if key:  # in UTF-8, as http.client sends characters of latin-1
-        headers["authorization"] = f"Bearer {key.encode('utf-8', 'surrogateescape').decode('latin-1')}"
-    is_local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
-    opener = build_opener(ProxyHandler({}) if is_local else ProxyHandler())
-    try:
-        with opener.open(Request(f"{url}{path}", body, headers),
-                         timeout=_TIMEOUT if body is None else _LOADING_TIMEOUT) as response:
-            return read(json.loads(response.read(_MAX_BYTES)))
-    except HTTPError as error:
-        if error.code == 401:
-            raise UsageError(f"the server at {url} wants a key: give --api-key, or set {KEY_VARIABLE}") from error
-        raise UsageError(f"{url} answers with status {error.code}: --url has to be that of a deltic server") from error
-    except OSError as error:
-        raise UsageError(f"no server answers at {url} ({getattr(error, 'reason', error)}): start one with deltic "
-                         "serve, or give its --url") from error
-    except (HTTPException, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UsageError(f"the answer of {url} to {path} cannot be read ({type(error).__name__}): --url has to be that "
-                         "of a deltic server") from error
+    return client.ask_json("/v1/models", listed)
 
 
 # Files of settings

@@ -42,6 +42,7 @@ from deltic.runner.memory import (
     keep_freed_memory,
     plan_memory,
     share_memory,
+    whole_blocks,
     working_bytes,
 )
 from deltic.runner.model_runner import ModelRunner, defers_state_writes, select_ops
@@ -169,10 +170,10 @@ class _Use:
 def _load(model: str | RandomModel | None, options: EngineConfig, revision: str | None, progress: LoadProgress | None,
           given: ModelOverrides, use: _Use) -> ModelRunner:
     """A loaded model, in the order in which it comes to be."""
-    with _memory_for_weights(model, options.on_gpu):
+    # device: options that it cannot serve are refused before anything is read
+    check_devices(options.devices)
+    with _memory_for_weights(model, options.on_gpu), whole_blocks(options):
         times = StartTimes()
-        # device: options that it cannot serve are refused before anything is read
-        check_devices(options.devices)
         options = fit_card(options)
         select(options.ops, options.device, options.cpu_level)
         given.check(model, options)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,8 +22,8 @@ from deltic.params import PAGE
 
 SHARE = 0.9
 """Default fraction of a GPU's memory for weights, cache and steps together."""
-_KEPT = 1 << 30
-"""Bytes that products and recorded steps keep for themselves on a card."""
+_KEPT = 1152 << 20
+"""Bytes that products and recorded steps keep for themselves on a card, and that lie between their tensors."""
 _OUTSIDE = 512 << 20
 """Bytes that libraries, kernels and recorded steps take on a card besides torch's allocator."""
 _CONTEXT = 512 << 20
@@ -29,8 +31,8 @@ _CONTEXT = 512 << 20
 _SMALL_CARD = 32 << 30
 _SMALL_CARD_BUDGET = 2048
 """Tokens of a step on a small card."""
-_WHOLE_BLOCK_MIB = 32
-"""Larger blocks of a small card's memory are not split."""
+_WHOLE_BLOCK_MIB, _ANY_BLOCK_MIB = 32, 1 << 20
+"""Larger blocks of a small card's memory are not split: while weights are read, and afterwards."""
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 """glibc's numbers of options for mallopt."""
 
@@ -209,19 +211,26 @@ def fit_card(options: EngineConfig) -> EngineConfig:
                 raise ConfigError(f"gpu_memory={options.gpu_memory} is less than CUDA and other programs take on this "
                                   f"GPU, {others >> 20} MiB: raise it", "gpu_memory")
             torch.cuda.set_per_process_memory_fraction((card.limit - others) / total, torch.device(device).index)
-    if card.limit <= _SMALL_CARD:
-        _keep_blocks_whole()
     return fit_steps(options, card.limit)
 
 
-def _keep_blocks_whole() -> None:
-    """Keeps torch from splitting large blocks of memory. Otherwise tensors of short steps take parts of them, and those
-    of longer ones find no room on a GPU that is nearly full. The environment of the process comes first."""
-    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "PYTORCH_ALLOC_CONF" in os.environ:
+@contextmanager
+def whole_blocks(options: EngineConfig) -> Iterator[None]:
+    """Keeps torch from splitting large blocks of a small GPU's memory while weights are read. Otherwise temporary
+    tensors and weights share blocks, and what lies free between the weights is too small for steps. The environment of
+    the process comes first."""
+    given = "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "PYTORCH_ALLOC_CONF" in os.environ
+    if given or not options.on_gpu or card_memory(options).limit > _SMALL_CARD:
+        yield
         return
     # torch has no public function; the second one warns where the first one exists
-    found = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-    found(f"max_split_size_mb:{_WHOLE_BLOCK_MIB}")
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    change(f"max_split_size_mb:{_WHOLE_BLOCK_MIB}")
+    try:
+        yield
+    finally:
+        empty_cache(map(torch.device, options.devices))
+        change(f"max_split_size_mb:{_ANY_BLOCK_MIB}")
 
 
 def fit_steps(options: EngineConfig, limit: int) -> EngineConfig:
