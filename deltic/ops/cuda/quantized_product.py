@@ -164,6 +164,8 @@ class PackedMultiply:
             fits = [units for units in range(high, min(most, room // unit) + 1, high)
                     if sum(min(units, count) for count in counts) * unit <= room // 2]
             round = max(fits, default=high)
+            if tokens > MMA_TOKENS // 2:  # fewer if that takes no longer, as sums take room for weights on their way
+                round = min(fits, key=lambda units: (self._steps(units, most, high), units), default=high)
         rounds = -(-most // round)
         sums = sum(min(round, count) for count in counts) * unit
         slot = _slot(self.kinds, high)
@@ -174,6 +176,12 @@ class PackedMultiply:
         fit = slots_beside if slots_beside >= 3 else (shared - fixed) // slot
         slots = max(2, min(fit, _MAX_SLOTS, wanted))
         return ProductPlan(round, rounds, sums // 4, slots, slot, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot))
+
+    def _steps(self, round: int, most: int, high: int) -> int:
+        """Tiles of each warp if so many units of each part are multiplied between two sums over tiles."""
+        def steps(units: int) -> int:
+            return -(-self.parts * -(-units // high) * (self.columns // TILE_COLUMNS) // WARPS)
+        return most // round * steps(round) + steps(most % round)
 
     def _chunked_plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:
         """The plan that stages the fewest chunks."""
