@@ -159,6 +159,16 @@ def test_products_of_tiles_fit(name: str, shapes_of: Callable[[str], Shapes]) ->
                 assert 2 * plan.shared + 39 * 1024 <= MULTIPROCESSOR, "the attention has no room beside it"
 
 
+@pytest.mark.parametrize(("tokens", "units"), [(8, 12), (8, 236), (16, 12), (16, 236)])
+def test_warps_have_equal_shares_of_tiles(tokens: int, units: int) -> None:
+    """With several tokens, of a row of ten tiles, of which a warp would have one or two."""
+    product = PackedMultiply(2560, True, STORE, frozenset({"Q4_K"}), high=2, card=HOPPER)
+    assert "_high" in product.name(tokens)
+    round = product.plan(tokens, (units,)).round
+    pairs = [-(-min(round, units - first) // 2) * 10 for first in range(0, units, round)]
+    assert sum(pairs) >= 0.9 * WARPS * sum(-(-tiles // WARPS) for tiles in pairs)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_models_fit(name: str) -> None:
     shapes = shapes_of(name)

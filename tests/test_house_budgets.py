@@ -23,7 +23,7 @@ LINES = {
     "export": 3950,
     "loader": 6150,
     "model": 1170,
-    "ops": 11330,
+    "ops": 11365,
     "runner": 4140,
     "server": 8440,
     "spec_decode": 1110,

@@ -33,8 +33,10 @@ struct PairedSum {
 DEVICE constexpr int slice_begin(int units, int count, int index) { return index ? slice_end(units, count, index - 1) : 0; }
 
 // What is kept of 64 columns of a tile as whole numbers: those of its groups of 32 columns j and j + 4. Each is 256 times
-// a number of eight bits and another one: of both groups first the former, then the latter, 32 bytes each; then, as float, the
-// sums of both groups and what the numbers are multiplied with. 144 bytes, so that those of four lie in different banks.
+// a number of eight bits and another one: first the former of all, then the latter, 64 bytes each; then, as float, the sums of
+// both groups and what the numbers are multiplied with. The n-th 16 of 64 bytes are columns 4 n and on and 16 + 4 n and on of
+// one group and those of the other, as lanes of the tensor cores want them. 144 bytes, so that those of four lie in different
+// banks.
 constexpr int LINE_BYTES = 144, LINES_BYTES = 4 * LINE_BYTES;
 
 // Args: has x, scale, eps and tokens as `Product` says. HEAD: columns of a value head, whose outputs are normed first,
@@ -77,12 +79,12 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE 
 #pragma unroll
             for (int i = 0; i < 8; ++i) sum += q[i] = __float_as_uint(__fmaf_rn(v[i], inverse, BIAS));
             const int group = lane >> 2;
-            char *const line = lines + (column / 256 * tokens() + token) * LINES_BYTES + group % 4 * LINE_BYTES,
-                       *const at = line + group / 4 * 32 + lane % 4 * 8;
-            *(uint2 *)(at + 64) = make_uint2(bytes_of_four(q[0], q[1], q[2], q[3], 0x40), bytes_of_four(q[4], q[5], q[6], q[7], 0x40));
+            char *const line = lines + (column / 256 * tokens() + token) * LINES_BYTES + group % 4 * LINE_BYTES;
+            u32 *const at = (u32 *)(line + lane % 2 * 32 + group / 4 * 8 + lane % 4 / 2 * 4);
+            at[16] = bytes_of_four(q[0], q[1], q[2], q[3], 0x40), at[20] = bytes_of_four(q[4], q[5], q[6], q[7], 0x40);
 #pragma unroll
             for (int i = 0; i < 8; ++i) q[i] += 128;
-            *(uint2 *)at = make_uint2(bytes_of_four(q[0], q[1], q[2], q[3], 0x51), bytes_of_four(q[4], q[5], q[6], q[7], 0x51));
+            at[0] = bytes_of_four(q[0], q[1], q[2], q[3], 0x51), at[4] = bytes_of_four(q[4], q[5], q[6], q[7], 0x51);
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             if (lane % 4 == 0) {
