@@ -138,8 +138,8 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
                         if (four == 0 || 4 * four < a.tokens)
                             multiply(d[four][i % 2], w[i].x, w[i].y, w[i].z, w[i].w, x[i][four].x, x[i][four].y);
         };
-        // another team has the slot before: a barrier tells the last two of its laps from each other, not more
-        if (a.slots % TEAMS) await_barrier(barrier, lap ^ 1);
+        // a barrier tells two laps from each other: a team that had the slot before must have done with it
+        if (a.slots % TEAMS) await_barrier(barrier + 8 * a.slots, lap ^ 1);
         await_barrier(barrier, lap);
         __syncwarp();
         if constexpr (Shape::EQUAL && FOURS == 1) {
