@@ -269,8 +269,8 @@ def measure(args: argparse.Namespace, router: str) -> dict[str, Any]:
         chosen = plan(args, router)
         if args.scale:
             chosen = replace(chosen, replicas=2)
-        with running(chosen, nodes.address) as handle:
-            app = front_app(handle, Limits())
+        with running(chosen, nodes.address) as (handle, prefill):
+            app = front_app(handle, Limits(), prefill)
 
             async def run() -> dict[str, Any]:
                 load = Load(app, args)

@@ -5,7 +5,8 @@
 
 The conversation is not prefilled: its tokens are committed over zeroed K/V, in the very pages and slot that a prefill
 fills. A branch costs the same whatever the K/V holds. Times are processor time: `fork` of the call, `copy` of copying
-states and last pages, which comes before the next step of any branch.
+states and last pages, which comes before the next step of any branch. `ids` is what every request costs before it is
+admitted: its token ids are checked and copied.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from common import record, spread
 
 from deltic import RandomModel, Session
 from deltic.cache.manager import HybridCache
-from deltic.params import PAGE
+from deltic.engine.admission import keys_of
+from deltic.params import PAGE, EngineRequest
+
+_UNIT = "ms of processor time"
 
 
 def main() -> None:
@@ -44,6 +48,13 @@ def main() -> None:
     kept, = cache.accounts.forks(trunk, 1)
     cache.release(kept, keep=True)
     _measure("requests", cache, tokens, partial(_prompts, cache, trunk.prefix(trunk.done)), cache.release, args)
+    request, times = EngineRequest("", tuple(trunk.keys)), list[float]()
+    for _ in range(args.repeat):
+        began = time.thread_time()
+        for _ in range(args.branches):
+            keys_of(request, session.vocab_size, session.max_context, False).tolist()
+        times.append(1e3 * (time.thread_time() - began))
+    record("forks", {"task": "ids", "unit": _UNIT, "tokens": tokens, "branches": args.branches, "ids": spread(times)})
 
 
 def _prompts(cache: HybridCache, keys: array[int], count: int) -> Callable[[], list[Any]]:
@@ -72,9 +83,10 @@ def _measure(name: str, cache: HybridCache, tokens: int, prepare: Callable[[int]
         for each in forks:
             assert each is not None
             close(each)
+        del fork, forks, each  # freeing millions of keys is not a part of the next ones
     (pages, slots), = taken
     page_bytes = PAGE * sizes.token_bytes
-    record("forks", {"task": name, "unit": "ms", "tokens": tokens, "branches": args.branches, "fork": spread(forking),
+    record("forks", {"task": name, "unit": _UNIT, "tokens": tokens, "branches": args.branches, "fork": spread(forking),
                      "copy": spread(copying), "states": slots, "pages": pages,
                      "bytes_per_branch": (slots * sizes.slot_bytes + pages * page_bytes) // args.branches,
                      "bytes_of_the_conversation": sizes.slot_bytes + -(-tokens // PAGE) * page_bytes})

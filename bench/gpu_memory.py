@@ -43,16 +43,21 @@ def main() -> None:
     runtime.warm_up()
     warm = torch.cuda.memory_allocated()
     engine, failed, began = Engine(runtime), list[str](), time.perf_counter()
-    peak = tokens = turns = 0
+    peak = tokens = turns = steps = 0
     with suppress(KeyboardInterrupt):  # ends the turns
         for request in _turns(args.turns, runtime.memory.max_context, runtime.config.vocab_size):
             engine.add(request)
             turns += 1
             if turns % 25 == 0:
+                stats, torch_stats = engine.stats, torch.cuda.memory_stats()
                 print(f"{turns} turns, {time.perf_counter() - began:.0f} s, {len(failed)} failed, "
-                      f"{peak >> 20} MiB, torch {torch.cuda.memory_allocated() >> 20}", flush=True)
+                      f"{peak >> 20} MiB, torch {torch.cuda.memory_allocated() >> 20}, {steps} steps, "
+                      f"{stats.prompt_tokens} prompt tokens computed, {tokens} generated, "
+                      f"{torch_stats.get('num_device_alloc')} blocks taken, {torch_stats.get('num_alloc_retries')} "
+                      "retries", flush=True)
             while len(engine.scheduler.running) + len(engine.scheduler.waiting) >= AT_ONCE:
                 tokens += _step(engine, failed)
+                steps += 1
                 peak = max(peak, free - torch.cuda.mem_get_info()[0])
     while engine.has_work:
         tokens += _step(engine, failed)

@@ -29,7 +29,7 @@ from deltic.cache.operations import (
 from deltic.engine.scheduler import Scheduler
 from deltic.engine.sequence import ForkPoint, Sequence
 from deltic.engine.step_plan import PlannedRow, StepPlan, base_after
-from deltic.params import PAGE, RING, EngineRequest, SamplingParams
+from deltic.params import PAGE, RING, EngineRequest, Lineage, SamplingParams
 
 State = tuple[int, ...]
 """A state: the tokens that it has seen."""
@@ -152,9 +152,10 @@ class PlainEngine:
         self.live: set[Sequence] = set()
         self.forks = self.drafted = self.resumed = 0
 
-    def add(self, name: str, prompt: tuple[int, ...], new: int, choices: int = 1) -> None:
+    def add(self, name: str, prompt: tuple[int, ...], new: int, choices: int = 1, lineage: Lineage | None = None
+            ) -> None:
         request = EngineRequest(name, prompt, SamplingParams(n=choices, max_tokens=new, temperature=0.0),
-                          stable_prefixes=(len(prompt) // 2,))
+                          stable_prefixes=(len(prompt) // 2,), lineage=lineage or Lineage())
         sequence = self._sequence(request, 0)
         sequence.wanted = tuple({len(prompt) // 2, len(prompt)} - {0})
         self._queue(sequence)

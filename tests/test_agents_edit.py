@@ -99,15 +99,15 @@ CODEX = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", 
 
 @contextmanager
 def room(directory: Path, monkeypatch: pytest.MonkeyPatch, client: str, history: str,
-         script: Callable[[Path], Callable[[Seen], str]]) -> Iterator[tuple[Room, Player]]:
-    """A home with a file to edit, for a client whose settings `deltic connect` has written."""
+         script: Callable[[Path], Callable[[Seen], str]], memory: str = "1GiB") -> Iterator[tuple[Room, Player]]:
+    """A home with a file to edit, for a client whose settings `deltic connect` has written. memory: of the cache."""
     work = directory / "work"
     work.mkdir()
     (work / "hello.py").write_text(FILE)
     for name in ("XDG_CONFIG_HOME", "CODEX_HOME", "CLAUDE_CONFIG_DIR", "DELTIC_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(directory))
-    with playing(script(work), history) as (served, player):
+    with playing(script(work), history, memory) as (served, player):
         assert main(["connect", client, "--write", "--url", served.url]) == 0
         yield Room(directory, served), player
         metrics = served.http.get("/metrics").text
@@ -144,6 +144,38 @@ def test_two_tasks(name: str, history: str, tmp_path: Path, monkeypatch: pytest.
         assert common == whole, f"turn {at} spells an earlier one anew: {common} of {whole}"
         assert after.cached is not None
         assert after.cached >= common - 1, f"turn {at} reads again: {after.cached} of {common}"
+
+
+def by_sub_agents(work: Path) -> Callable[[Seen], str]:
+    """Gives three parts of a task to sub-agents at once, which read the file twice."""
+    def answer(seen: Seen) -> str:
+        if not seen.tools:
+            return "A title"
+        if part := re.match(r"\s*Explore part (\d)", seen.question):
+            reads = len(seen.results) < 2
+            return call("read", filePath=str(work / "hello.py")) if reads else f"Part {part[1]} is explored."
+        if seen.results:
+            return DONE
+        return "\n".join(call("task", description=f"Part {part}", prompt=f"Explore part {part}",
+                              subagent_type="general") for part in range(3))
+    return answer
+
+
+@pytest.mark.slow
+def test_sub_agents_do_not_evict_their_main_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenCode with three sub-agents at a time, in a cache that holds little more than all four: their own prompts are
+    evicted, and those of the main line are not."""
+    agent = AGENTS["opencode"]
+    with room(tmp_path, monkeypatch, "opencode", "preserve", by_sub_agents, "20MiB") as (place, player):
+        for command in (agent.first, agent.further):
+            assert DONE in place.run(agent.program(), *command(place.work))
+    turns = [turn for turn in player.turns.values() if turn.seen.tools]
+    main = [turn for turn in turns if "task" in turn.seen.tools]
+    assert [len(turn.seen.results) for turn in main] == [0, 3, 0, 3] and len(turns) == 4 + 2 * 9
+    for before, after in pairwise(main):
+        assert after.cached is not None and after.cached >= shared(before, after) - 1, "the main line is read again"
+    evicted = [turn for turn in turns if turn not in main and (turn.cached or 0) < len(turn.prompt) // 2]
+    assert len(evicted) > 1, "there is room for all"
 
 
 def by_words(work: Path) -> Callable[[Seen], str]:

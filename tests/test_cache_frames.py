@@ -390,7 +390,7 @@ def test_states_that_would_be_kept_go_before_a_sequence_is_preempted(drops: bool
     """A prompt of two steps holds a slot for the state in its middle when an answer needs a page."""
     engine = PlainEngine(0, pages=15, slots=5, rings=0, batch=2, layout=LAYOUTS[0])
     if not drops:
-        engine.cache.states.drop_checkpoint = lambda: False  # type: ignore[method-assign]
+        engine.cache.accounts.drop_checkpoint = lambda slots: False  # type: ignore[method-assign]
     engine.add("answer", tuple([1] * 15), 15)
     engine.step()
     engine.add("prompt", tuple([2] * 90), 1)

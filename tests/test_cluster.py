@@ -34,11 +34,11 @@ Answer = tuple[int, dict[str, str], bytes]
 
 
 @asynccontextmanager
-async def replica(opened: OpenedReplica | None = None) -> AsyncIterator[Replica]:
+async def replica(opened: OpenedReplica | None = None, prefill: Any = None) -> AsyncIterator[Replica]:
     """A replica of the embedded model, made and ended as Serve does."""
     made = object.__new__(Replica)
     opened = opened or OpenedReplica(create_app(tiny()), tiny().worker, "tiny", lambda: None)
-    await made.__init__(lambda options: opened, None)  # type: ignore[misc]
+    await made.__init__(lambda options: opened, None, prefill)  # type: ignore[misc]
     try:
         yield made
     finally:
@@ -112,6 +112,26 @@ def test_a_stored_response_leads_to_the_replica_that_has_it() -> None:
             assert router.index.get(response_key(id))
             chosen = router.choose(boundaries_of({"input": "more", "previous_response_id": id}))
             assert chosen and chosen.replica.name == "a" and chosen.saved > 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_to_fork_leads_to_the_replica_that_gave_it(stream: bool) -> None:
+    async def run() -> None:
+        router = StateRouter()
+        router.set_replicas(["b", "a"])
+        async with replica() as made:
+            _, _, raw = await ask(made, "/v1/chat/completions", chat("s", "hello my good friend", stream=stream))
+            id = json.loads(raw.split(b"\n")[0].removeprefix(b"data: "))["id"]
+            await reported(made, router)
+            for fork in (id, {"id": id}):
+                body = {**chat("s", "more"), "fork_from": fork}
+                chosen = router.choose(boundaries_of(body))
+                assert chosen and chosen.replica.name == "a" and chosen.saved > 0
+                status, _, raw = await ask(made, "/v1/chat/completions", {**body, "messages": body["messages"][1:]})
+                assert status == 200 and json.loads(raw)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+            assert not router.choose(boundaries_of({**chat("s", "more"), "fork_from": "chatcmpl-x"})).saved
 
     asyncio.run(run())
 

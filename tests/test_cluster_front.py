@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,21 @@ def test_what_concerns_all_replicas_is_gathered() -> None:
     assert answer(refused, "/v1/requests", method="GET")[0] == 401
 
 
+def test_metrics_of_the_others_come_while_prefill_replicas_are_gone() -> None:
+    page = b"# HELP deltic_up Up.\n# TYPE deltic_up gauge\ndeltic_up 1\n"
+    app, sent = front_app(Everyone(("r1", 200, page)), Limits(), Everyone(TimeoutError())), list[Message]()
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(app({"type": "http", "method": "GET", "path": "/metrics", "raw_path": b"/metrics", "query_string": b"",
+                     "headers": [], "client": None, "scheme": "http"}, receive, send))
+    assert sent[0]["status"] == 200 and b'deltic_up{replica="r1"} 1' in sent[1]["body"]
+
+
 @pytest.mark.parametrize("trouble", [TimeoutError(), RayActorError()])
 def test_replicas_that_do_not_answer_for_all(trouble: Exception) -> None:
     status, headers, _ = answer(Everyone(trouble), "/metrics", method="GET")
@@ -227,17 +243,18 @@ def test_replicas_that_do_not_answer_for_all(trouble: Exception) -> None:
 # A real cluster
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("serve") / "log"
+@contextmanager
+def served(directory: Path, *words: str, ready: str = "2 replicas") -> Iterator[str]:
+    """Yields the URL of `deltic serve --replicas` on a cluster of its own."""
+    log = directory / "log"
     with log.open("w") as out:
-        process = subprocess.Popen([sys.executable, "-m", "deltic", "serve", "tiny", "--replicas", "2", "--port", "0",
-                                    "--threads", "1", "--memory", "64MiB", "--drain-seconds", "5", "--cache-dir",
-                                    str(log.parent / "cache")], stdout=subprocess.PIPE, stderr=out, text=True,
+        process = subprocess.Popen([sys.executable, "-m", "deltic", "serve", "tiny", "--port", "0", "--threads", "1",
+                                    "--memory", "64MiB", "--drain-seconds", "5", "--cache-dir",
+                                    str(directory / "cache"), *words], stdout=subprocess.PIPE, stderr=out, text=True,
                                    start_new_session=True)
     assert process.stdout
     line = process.stdout.readline()
-    found = re.search(r"on 2 replicas: (http://[^/]+)/", line)
+    found = re.search(rf"on {ready}: (http://[^/]+)/", line)
     try:
         assert found, log.read_text()[-3000:]
         yield found[1]
@@ -248,6 +265,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         finally:
             process.kill()
             process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(tmp_path_factory.mktemp("serve"), "--replicas", "2") as found:
+        yield found
 
 
 def chat(url: str, *contents: str, **more: Any) -> dict[str, Any]:
@@ -348,7 +371,7 @@ def test_a_killed_replica_costs_retries_but_no_conversation(url: str) -> None:
     raise AssertionError("Serve has not replaced the replica")
 
 
-def replica_processes() -> list[int]:
+def replica_processes(deployment: str = "replica") -> list[int]:
     def title(entry: Path) -> bytes:
         try:
             return (entry / "cmdline").read_bytes()
@@ -356,6 +379,7 @@ def replica_processes() -> list[int]:
             return b""
 
     entries = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [int(entry.name) for entry in entries if title(entry).startswith(b"ray::ServeReplica:deltic:replica")]
+    return [int(entry.name) for entry in entries if title(entry).startswith(
+        f"ray::ServeReplica:deltic:{deployment}".encode())]
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
+from random import Random
 from typing import Any
 from unittest.mock import Mock
 
@@ -122,6 +123,31 @@ def test_an_own_limit_holds_beside_answers_however_much_it_costs() -> None:
     assert times.limit(512, answers=True) == 16, "a step has a page at least"
 
 
+def test_a_step_with_a_large_fixed_cost_has_as_many_tokens_as_take_as_long() -> None:
+    """As with quantized weights, which a step with prompts dequantizes, and one without does not."""
+    times = StepTimes()
+    times.add(0, 0.015)
+    for _ in range(40):
+        tokens = times.limit(2048, answers=True)
+        times.add(tokens, 0.1 + 0.0001 * tokens)
+        times.add(0, 0.015)
+    assert 900 < tokens < 1100
+    strict = replace(times, longest=0.05)
+    assert strict.limit(2048, answers=True) == 16 and strict.limit(2048, answers=False) == times.limit(2048, False)
+
+
+def test_durations_that_vary_make_no_long_steps() -> None:
+    """The machine has other work at times. Without the fixed cost a step of 0.03 s would have 75 tokens."""
+    chance, times, longest = Random(1), StepTimes(), 0
+    for _ in range(400):
+        tokens = times.limit(2048, answers=True)
+        longest = max(longest, tokens)
+        read = min(tokens, chance.choice((20, 60, 2048)))
+        times.add(read, 0.0004 * read * chance.uniform(1, 1.5))
+        times.add(0, 0.005 * chance.uniform(1, 1.5))
+    assert times.limit(2048, answers=True) < 150 and longest <= 512
+
+
 def test_steps_may_be_long_if_most_requests_wait() -> None:
     times = StepTimes()
     for _ in range(5):
@@ -130,7 +156,7 @@ def test_steps_may_be_long_if_most_requests_wait() -> None:
     usual, burst = (times.limit(8192, True, burst) for burst in (False, True))
     assert 1500 < usual < 2048 and 7000 < burst < 8192
     assert times.limit(8192, False, True) == times.limit(8192, False)
-    own = StepTimes(0.05, times.without, times.by_token)
+    own = replace(times, longest=0.05)
     assert own.limit(8192, True, True) == own.limit(8192, True), "the limit of the options holds in any case"
 
 

@@ -243,11 +243,11 @@ def script(seen: Seen) -> str:
     return "Read line by line: " + "line and so on " * 12
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_sub_agents_do_not_evict_the_main_line(named: bool) -> None:
+@pytest.mark.parametrize(("named", "memory"), [(True, "2600KiB"), (True, "1500KiB"), (False, "2600KiB")])
+def test_sub_agents_do_not_evict_the_main_line(named: bool, memory: str) -> None:
     """An agent with three sub-agents at a time, a title and a retry, in a cache that holds little more than the main
-    line and what runs. Without the headers the same turns do evict it."""
-    with playing(script, "preserve", memory="2600KiB") as (served, player):
+    line and what runs, or not all that could run. Without the headers the same turns do evict it."""
+    with playing(script, "preserve", memory=memory) as (served, player):
         main = Agent(served, "main", "You are the main agent. " * 20)
         for number in range(4):
             main.turn(role="user", content=f"Task {number}: " + "explain this file. " * 30)

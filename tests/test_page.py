@@ -173,7 +173,7 @@ def test_files_are_sent_as_message_parts(tmp_path: Path) -> None:
     if node is None:
         assert "file_data" in (STATIC / "conversation.js").read_text("utf-8")
         return
-    for name in ("conversation.js", "dom.js"):
+    for name in ("conversation.js", "dom.js", "tokens.js"):
         (tmp_path / name).write_text((STATIC / name).read_text("utf-8"))
     (tmp_path / "package.json").write_text('{"type": "module"}')
     (tmp_path / "run.js").write_text(NODE)

@@ -8,6 +8,8 @@ from array import array
 from collections.abc import Callable, Sequence
 
 import pytest
+from test_cache_frames import toy_shared
+from test_cache_machine import leased, step, toy_cache
 from test_prefix_tree import Prefix, TreeMachine, filled, tokens_of
 
 from deltic.cache.radix_tree import PrefixTree
@@ -109,3 +111,31 @@ def test_removed_node_names_its_successor(joined: bool) -> None:
     tree._pages.release(pages)
     assert kept.parent is opening and kept.done == 30 * PAGE
     tree.check()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_tree_keeps_the_pages_of_sequences_that_resume(shared: bool) -> None:
+    """They are no owners of full pages, whose number therefore costs nothing. The pages stay when the checkpoint goes,
+    until the last sequence leaves; what it keeps begins with them."""
+    cache = toy_shared(60) if shared else toy_cache(60, 8)
+    tokens = [*range(20 * PAGE + 5)]
+    cache.release(leased(cache, tokens), keep=True)
+    first, second = (cache.admit([*tokens, 1], keys=[*tokens, 1]) for _ in range(2))
+    assert first and second and first.done == second.done == len(tokens) and first.lender is second.lender
+    assert cache.pages.alone(first.pages) and first.own_pages == first.pages[20:] != second.own_pages
+    cache.clear()
+    cache.check()
+    assert not len(cache.tree) and cache.pages.used == 22 and cache.tree.shared(tokens) == first.pages[:20]
+    cache.release(first)
+    assert cache.reserve(second, 1)
+    step(cache, second, [1])
+    end = cache.release(second, keep=True)
+    cache.check()
+    assert end and [*cache.tree.path(end)] == second.pages and end.done == len(tokens) + 1
+    third, fourth = (cache.admit([*tokens, 1, number]) for number in range(2))
+    assert third and fourth
+    cache.clear()
+    cache.release(third)
+    cache.check()
+    cache.release(fourth)
+    assert cache.idle and not cache.pages.used and not cache.slots.used

@@ -64,7 +64,8 @@ def test_a_stored_response_is_a_boundary() -> None:
 
 @pytest.mark.parametrize("body", [None, 3, [], {}, {"messages": None}, {"messages": 3}, {"messages": [None, 3, [[]]]},
                                   {"input": {"a": "\ud800"}}, {"prompt": [[1, 2], [3]]}, {"prompt": []},
-                                  {"previous_response_id": 7}, {"messages": [{"content": [{"text": "\ud800"}]}]}])
+                                  {"previous_response_id": 7}, {"fork_from": 7}, {"fork_from": {"id": [7]}},
+                                  {"messages": [{"content": [{"text": "\ud800"}]}]}])
 def test_any_json_has_boundaries(body: Any) -> None:
     found = boundaries_of(body)
     assert len(found.keys) == len(found.sizes)

@@ -81,6 +81,8 @@ class Scripted:
     """An engine that says the same to everybody, a token per step. text None: it never ends."""
 
     max_context = 2048
+    alternative = 1
+    """The other token in logprobs."""
 
     def __init__(self, text: str | None = None, *, error: str | None = None, pause: float = 0.0) -> None:
         self.play(text, error=error, pause=pause)
@@ -144,6 +146,9 @@ class Scripted:
     def _advance(self, request: EngineRequest, choice: list[Any]) -> list[TokenEvent]:
         index, at, matcher = choice
         choice[1] += 1
+        if request.output.max_tokens == 0:
+            self._end(request, choice)
+            return [TokenEvent(request.id, index, None, finish="length", usage=Usage(len(request.prompt), 5, 0))]
         if self.error and at == 3:
             self._end(request, choice)
             return [TokenEvent(request.id, index, None, finish="error", usage=Usage(1, 0, at), error=self.error)]
@@ -154,7 +159,7 @@ class Scripted:
         if finish:
             self._end(request, choice)
         scored = request.output.logprobs is not None
-        scores = TokenLogprobs(-0.5, ((token, -0.5), (1, float("-inf")))) if scored else None
+        scores = TokenLogprobs(-0.5, ((token, -0.5), (self.alternative, float("-inf")))) if scored else None
         usage = Usage(len(request.prompt), 5, at + 1) if finish else None
         return [TokenEvent(request.id, index, token, scores, finish, usage)]
 

@@ -159,6 +159,22 @@ def test_every_api_takes_pictures(served: Served, llm: LLM) -> None:
     assert "".join(part.text for part in message.content if part.type == "text") == chat.choices[0].message.content
 
 
+def test_an_answer_about_a_picture_continues_its_tokens(served: Served, llm: LLM) -> None:
+    image = llm.chat_processor.tokenizer.token_to_id("<|image_pad|>")
+    url = {"type": "image_url", "image_url": {"url": data_url(drawing(5))}}
+    asked = {"messages": [{"role": "user", "content": [url, {"type": "text", "text": "Look"}]}], "temperature": 0,
+             "ignore_eos": True, "enable_thinking": False, "logprobs": True, "return_tokens_as_token_ids": True}
+    first = served.post("/v1/chat/completions", **asked, max_tokens=6).json()
+    scored = first["choices"][0]["logprobs"]["content"]
+    begun = [int(one["token"].removeprefix("token_id:")) for one in scored[:3]]
+    again = served.post("/v1/chat/completions", **asked, max_tokens=3, prefix_token_ids=begun).json()
+    assert again["choices"][0]["message"] == first["choices"][0]["message"]
+    assert [one["token"] for one in again["choices"][0]["logprobs"]["content"]] == [one["token"] for one in scored[3:]]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 1
+    refused = served.post("/v1/chat/completions", **asked, prefix_token_ids=[image]).json()
+    assert "control token" in refused["error"]["message"]
+
+
 def test_videos(llm: LLM) -> None:
     frames = [drawing(seed, 24, 24) for seed in range(5)]
     video = {"type": "video", "video": [frames[0], data_url(frames[1]), *frames[2:]], "fps": 2}

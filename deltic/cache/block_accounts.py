@@ -14,6 +14,7 @@
     delta logs:  free, or a sequence's
 
 A full page never changes, so that it may have many owners. A partial page has one owner, and is copied for another one.
+A sequence that resumes at a checkpoint uses its full pages without being their owner: the tree keeps the node for it.
 Copies are queued: the order of the queue is right although units change hands at once (`operations`).
 """
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, MutableSequence, Sequence
+from itertools import chain
 from typing import TypeVar
 
 from deltic.cache.block_pool import BlockPool
@@ -73,14 +75,17 @@ class BlockAccounts:
         """Slots that the tree does not own."""
         return len(self.owners) + sum(len(cache.checkpoint_slots) for cache in self.sequences.values())
 
-    def attainable(self, pages: int, slots: int = 0, spared: Iterable[int] = ()) -> int:
-        """Returns the number of free pages after taking `slots` slots and evicting all tree pages except `spared`;
-        exact only below `pages`. Negative if the slots do not fit."""
+    def attainable(self, pages: int, slots: int = 0, spared: Iterable[int] = (), keeping: bool = False) -> int:
+        """Returns the number of free pages after taking `slots` slots and evicting all of the tree except locked
+        checkpoints and the pages `spared`; exact only below `pages`. Negative if the slots do not fit. keeping: as in
+        `make_room`."""
         free = self.units.free_pages(slots)
         if free >= pages:
             return free
-        room, owners = self.units.room(self.held_slots + slots), self.owners
-        spared = [*spared]
+        locked, owners = self.tree.locked(), self.owners
+        held = self.held_slots if keeping else len(owners)
+        room = self.units.room(held + len(locked) + slots)
+        spared = [*spared, *chain.from_iterable(map(self.tree.path, locked))]
         least = room - len(spared) - sum(len(owner.pages) for owner in owners)  # counts shared pages several times
         if least >= pages:
             return least
@@ -88,14 +93,28 @@ class BlockAccounts:
 
     def make_room(self, pages: int, slots: int = 0, keeping: bool = False) -> bool:
         """Evicts prefixes until so many pages and slots are free. Returns True if all are. If not even an empty tree
-        leaves them, as many pages as can be are free; with slots, nothing is evicted. keeping: as in
-        `PrefixTree.evict`."""
-        wanted = min(pages, self.attainable(pages, slots))
+        leaves them, as many pages as can be are free; with slots, nothing is evicted. keeping: for a checkpoint, as in
+        `PrefixTree.evict`. Otherwise states that are not in the tree yet go before what a checkpoint must not evict."""
+        wanted = min(pages, self.attainable(pages, slots, keeping=keeping))
         if slots and wanted < pages:
             return False
-        while self.units.free_pages(slots) < wanted and self.tree.evict(keeping):
-            pass
+        while self.units.free_pages(slots) < wanted:
+            if not self.tree.evict(keeping=True) and (keeping or not (self.drop_checkpoint(slots)
+                                                                      or self.tree.evict())):
+                break
         return self.units.free_pages(slots) >= pages
+
+    def drop_checkpoint(self, slots: int = 0) -> bool:
+        """Frees a slot for a state that is not in the tree yet, of the youngest sequence that has one. Returns False if
+        there is none, or if neither `slots` slots are short nor pages can take its place."""
+        if not isinstance(self.units, SharedUnits) and self.units.free_pages(slots) >= 0:
+            return False
+        for cache in reversed(self.sequences.values()):
+            if cache.checkpoint_slots:
+                position = min(cache.checkpoint_slots, key=lambda position: (position in cache.likely_resume, position))
+                self.slots.release([cache.checkpoint_slots.pop(position)])
+                return True
+        return False
 
     def take_slot(self, held: PageList | None = None, keeping: bool = False) -> int | None:
         """Takes a slot, evicting prefixes for it; None if there is none even so. Pages may move for it. held: further
@@ -111,13 +130,14 @@ class BlockAccounts:
             self.tree.renumber(moved)
         return slot
 
-    def forks(self, source: SequenceCache | CacheSnapshot, count: int, keys: MutableSequence[int] | None = None
-              ) -> list[SequenceCache]:
+    def forks(self, source: SequenceCache | CacheSnapshot, count: int, keys: MutableSequence[int] | None = None,
+              keeping: bool = False) -> list[SequenceCache]:
         """Returns so many new sequence caches at the source's position; none if pages or slots are short. keys: a list
-        that begins with the source's keys; by default each has a copy of them. Shared pages are counted once."""
+        that begins with the source's keys; by default each has a copy of them. Shared pages are counted once. keeping:
+        as in `PrefixTree.evict`."""
         self.check_owner(source)
         found = list[SequenceCache]()
-        for slot, pages in self.take_copies(source.pages, source.done, count):
+        for slot, pages in self.take_copies(source.pages, source.done, count, keeping):
             self.copy_state(source, slot)
             own = source.tokens if keys is None else keys
             found.append(self.add(SequenceCache(slot, pages, own, source.done, line=source.line)))
@@ -125,10 +145,11 @@ class BlockAccounts:
                 source.line.enter()
         return found
 
-    def take_copies(self, pages: PageList, done: int, count: int = 1) -> list[tuple[int, PageList]]:
+    def take_copies(self, pages: PageList, done: int, count: int = 1, keeping: bool = False
+                    ) -> list[tuple[int, PageList]]:
         """Takes so many slots, each with pages as `share_pages` takes them; none, and no change, if something is
         short."""
-        if not self.make_room(count * bool(done % PAGE), slots=count):
+        if not self.make_room(count * bool(done % PAGE), slots=count, keeping=keeping):
             return []
         slots = [slot for _ in range(count) if (slot := self.take_slot(pages)) is not None]
         shared = self.share_pages(pages, done, count) if len(slots) == count else []
@@ -153,6 +174,13 @@ class BlockAccounts:
             self.queue.append(CopyPage(pages[full], page))
             each.append(page)
         return found
+
+    def release_pages(self, owner: SequenceCache | CacheSnapshot, kept: int | None = None) -> None:
+        """Gives up the pages of a sequence or snapshot, but for one that the tree has taken over."""
+        self.pages.release(page for page in owner.own_pages if page != kept)
+        if isinstance(owner, SequenceCache) and owner.lender:
+            self.tree.leave(owner.lender)
+            owner.lender = None
 
     def own_page(self, page: int) -> int | None:
         """Takes a copy of a page for a checkpoint; None if no page is free."""
@@ -181,7 +209,7 @@ class BlockAccounts:
         for owner in owners:
             assert len(owner.pages) * PAGE >= owner.done, "a cursor stands past its pages"
             assert isinstance(owner, CacheSnapshot) or len(owner.keys) >= owner.done, "a cursor stands past its keys"
-            counts.update(owner.pages)
+            counts.update(owner.own_pages)
         self.pages.check(counts.elements())
         self.tree.check()
         for owner in owners:
@@ -217,16 +245,6 @@ class StateSlots:
         if self._recurrent and base < done:
             assert cache.delta_log is not None
             self._accounts.queue.append(FlushDeltaLog(cache.slot, cache.delta_log, base, done))
-
-    def drop_checkpoint(self) -> bool:
-        """Frees a slot for a state that is not in the tree yet, of the youngest sequence that has one, if pages can
-        take its place. Returns False if there is none."""
-        for cache in reversed(self._accounts.sequences.values()):
-            if cache.checkpoint_slots and isinstance(self._accounts.units, SharedUnits):
-                position = min(cache.checkpoint_slots, key=lambda position: (position in cache.likely_resume, position))
-                self._accounts.slots.release([cache.checkpoint_slots.pop(position)])
-                return True
-        return False
 
     def swap(self, first: SequenceCache, second: SequenceCache) -> None:
         """Exchanges the slots of two sequences: a step wrote the first one's state into the second one's slot."""

@@ -48,6 +48,7 @@ class SequenceCache:
     node: a node of the tree on the path of the keys.
     line: the conversation that it belongs to, if known.
     resumed: the checkpoint where it started, if any.
+    lender: the node of that checkpoint, up to which the tree owns the pages for it.
     """
 
     slot: int
@@ -66,6 +67,12 @@ class SequenceCache:
     node: Node | None = None
     line: Line | None = None
     resumed: Checkpoint | None = None
+    lender: Node | None = None
+
+    @property
+    def own_pages(self) -> list[int]:
+        """The pages that it is an owner of."""
+        return self.pages[self.lender.depth:] if self.lender else self.pages
 
     def prefix(self, done: int) -> array[int]:
         """Returns the first `done` keys."""
@@ -97,6 +104,10 @@ class CacheSnapshot:
     keys: MutableSequence[int]
     logits: Any = None
     line: Line | None = None
+
+    @property
+    def own_pages(self) -> list[int]:
+        return self.pages
 
     @property
     def tokens(self) -> MutableSequence[int]:

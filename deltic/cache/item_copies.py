@@ -21,7 +21,7 @@ from torch import Tensor
 from deltic.cache.offload.tiers import StoreRequest
 from deltic.cache.offload.types import LoadedPrefix, PrefixSource, Tensors
 from deltic.ops.capabilities import on_device
-from deltic.ops.kv import as_bytes, take
+from deltic.ops.kv import as_bytes
 from deltic.ops.memory import is_shortage
 from deltic.params import PAGE
 
@@ -110,7 +110,12 @@ def _read_kv(shards: Sequence[CachePools], pages: Sequence[int], start: int, end
             places.append(_places(shard, pages, start, end))
 
     def read(name: str, index: int) -> Tensor:
-        return take(shards[index].named_pages[name].flatten(1, 2), 1, places[index])
+        pool = shards[index].named_pages[name].flatten(1, 2)
+        layers = as_bytes(pool)
+        found = layers.new_empty((len(layers), end - start, *layers.shape[2:]))
+        for layer, part in zip(layers, found, strict=True):  # all at once a CPU would copy the whole pool first
+            torch.index_select(layer, 0, places[index], out=part)
+        return found.view(pool.dtype)
 
     return {name: _joined(shards, name, read) for name in shards[0].named_pages}
 

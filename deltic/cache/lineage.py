@@ -2,8 +2,9 @@
 
 A branch is a sub-agent, a title, a retry or a fork: a request that is not the next turn of its main line. While a
 sequence of a line or of one of its branches runs, the positions where the line would go on are evicted after all that
-other sequences have left (`PrefixTree._order`). So a branch never evicts its main line for anything that it keeps, but
-only for what it cannot run without. Lines without a running sequence have no effect.
+other sequences have left (`PrefixTree._order`). A branch does not evict them at all while other sequences of its trunk
+run: it waits for these (`Line.needed`). So a branch evicts its main line only for what it cannot run without alone.
+Lines without a running sequence have no effect.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ class Line:
 
     active: number of its running sequences and of those of its branches.
     ends: kept positions, oldest first.
+    trunk: the main line.
     """
 
-    __slots__ = ("active", "depth", "ends", "parent")
+    __slots__ = ("active", "depth", "ends", "parent", "trunk")
     parent: Line | None
     depth: int
+    trunk: Line
 
     def __init__(self, parent: Line | None = None) -> None:
         self.parent = parent.parent if parent is not None and parent.depth + 1 == _LEVELS else parent
         self.depth = 0 if self.parent is None else self.parent.depth + 1
+        self.trunk = self if self.parent is None else self.parent.trunk
         self.active = 0
         self.ends: list[Checkpoint] = []
 
@@ -53,6 +57,12 @@ class Line:
         while line is not None:
             yield line
             line = line.parent
+
+    def needed(self, resumed: Checkpoint | None) -> set[Checkpoint]:
+        """Returns the ends that a sequence must not evict which resumed there: those of its line and of those above. Of
+        its own line none if it goes on from one of them."""
+        return {end for line in self.path() if not (line is self and resumed in line.ends)
+                for end in line.ends if end.likely_resume}
 
     def enter(self) -> None:
         """A sequence begins to run."""

@@ -10,7 +10,8 @@ A sequence's tokens by position, as half-open intervals. PAGE divides `full`; `f
     rollback(d)              [d, done) is forgotten; its pages stay granted
     commit_checkpoints()     for a state that was written at p <= done: the tree shares [0, p // PAGE * PAGE), copies
                              the rest of [0, p) and takes over the state's slot; for p > done the slot is freed
-    release(keep=False)      [0, covered) loses an owner: pages without another owner are free, the slot is free
+    release(keep=False)      [0, covered) loses an owner: pages without another owner are free, the slot is free. Up to
+                             the node where it resumed, the tree is the owner, and the node loses a user
     release(keep=True)       [0, full)         the tree keeps what it does not have; duplicates are free
                              [full, done)      the tree takes over the page, and the state's slot
                              [done, covered)   free, without the partial page
@@ -28,7 +29,8 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from deltic.cache.block_accounts import BlockAccounts, StateSlots
@@ -65,6 +67,8 @@ class HybridCache:
         self.delta_logs, self.tree = self.accounts.delta_logs, self.accounts.tree
         self.rows = self.slots.size if rows is None else rows
         self.lines = Lines()
+        self.spared = set[Checkpoint]()
+        """Ends of lines that the last admission or reservation was not allowed to evict."""
         self._preempted: list[PreemptedState] = []
 
     @property
@@ -85,7 +89,8 @@ class HybridCache:
               ) -> SequenceCache | None:
         """Returns a sequence cache at the deepest position that is kept for `prompt`, or at its start.
 
-        None if no slot can be had, or no pages for `min_tokens` in all; nothing is evicted for a refusal. Without
+        None if no slot can be had, or no pages for `min_tokens` in all; nothing is evicted for a refusal, and `spared`
+        is not empty if a branch waits for relatives. Without
         `min_tokens` the start of the prompt is a fallback: the kept position may itself be in the way.
 
         load: what the tiers brought. allow_end: the end of the prompt itself will do if its logits are known. keys:
@@ -98,17 +103,16 @@ class HybridCache:
         line = self.lines.of(lineage or Lineage(), checkpoint) if self.reuse else None
         if line:
             line.enter()
-        cache = self._admit_loaded(load, pages, checkpoint.done if checkpoint else 0) if load else None
-        if cache is None and checkpoint:
-            cache = self._admit_at(checkpoint, pages)
-        if cache is None and not (checkpoint and min_tokens):
-            cache = self._admit_at_start(pages)
+        with self._sparing(line, checkpoint):
+            cache = self._admit_loaded(load, pages, checkpoint.done if checkpoint else 0) if load else None
+            if cache is None and checkpoint:
+                cache = self._admit_at(checkpoint, pages)
+            if cache is None and not (checkpoint and min_tokens):
+                cache = self._admit_at_start(pages)
         if cache:
             cache.keys = keys or (prompt if isinstance(prompt, list) else [*prompt])
             cache.prompt = prompt if keys and isinstance(prompt, array) else array("q")
             cache.shared, cache.line = match.shared, line
-            if isinstance(lineage, Line):  # it goes on within a turn
-                cache.resumed = None
         elif line:
             line.leave()
         return cache
@@ -120,23 +124,20 @@ class HybridCache:
         return None if slot is None else self.accounts.add(SequenceCache(slot))
 
     def _admit_at(self, checkpoint: Checkpoint, pages: int) -> SequenceCache | None:
-        """The sequence gets copies of the state and of the partial page, so that the checkpoint may go at once."""
-        path = PageList(self.tree.path(checkpoint))
+        """The sequence gets copies of the state and of the partial page, so that the checkpoint may go at once. The
+        tree keeps the full pages for it, however many there are."""
+        path, full = PageList(self.tree.path(checkpoint)), checkpoint.node.depth
         missing = max(pages - checkpoint.done // PAGE, bool(checkpoint.done % PAGE))
-        # the checkpoint's slot is needed until its copy is queued
-        if missing > self.accounts.attainable(missing, 2, path):
-            return None
-        checkpoint.locks += 1
-        roomy = self.accounts.make_room(missing, slots=1)
-        copies = self.accounts.take_copies(path, checkpoint.done) if roomy else []
-        checkpoint.locks -= 1
-        if not copies:
-            return None
-        (slot, own), = copies
+        with self.tree.locking([checkpoint]):  # its slot is needed until its copy is queued
+            slot = self.accounts.take_slot(path) if self.accounts.make_room(missing, slots=1) else None
+            if slot is None:
+                return None
+            path[full:], = self.accounts.share_pages(path[full:], checkpoint.done % PAGE)
         self.tree.use(checkpoint)
+        checkpoint.node.users += 1
         self.operations.append(CopySlot(checkpoint.slot, slot))
-        cache = SequenceCache(slot, own, done=checkpoint.done, logits=checkpoint.logits, node=checkpoint.node,
-                              resumed=checkpoint)
+        cache = SequenceCache(slot, path, done=checkpoint.done, logits=checkpoint.logits, node=checkpoint.node,
+                              resumed=checkpoint, lender=checkpoint.node)
         _guard(cache, checkpoint)
         return self.accounts.add(cache)
 
@@ -167,6 +168,17 @@ class HybridCache:
             self.operations.append(CopySlot(cache.slot, kept))
         return cache
 
+    @contextmanager
+    def _sparing(self, line: Line | None, resumed: Checkpoint | None = None, own: SequenceCache | None = None
+                ) -> Iterator[None]:
+        """Keeps the ends that a sequence of this line must not evict (`spared`) from eviction for a `with` block, if
+        other sequences of its trunk run than its own."""
+        running = line and any(one.line and one is not own and one.line.trunk is line.trunk
+                               for one in self.accounts.sequences.values())
+        self.spared = line.needed(resumed) if line and running else set()
+        with self.tree.locking(self.spared):
+            yield
+
     # steps
 
     def reserve(self, cache: SequenceCache, tokens: int) -> int:
@@ -174,7 +186,9 @@ class HybridCache:
         missing = -(-(cache.done + tokens) // PAGE) - len(cache.pages)
         if missing <= 0:
             return tokens
-        self.accounts.make_room(missing)
+        if self.pages.free < missing:
+            with self._sparing(cache.line, cache.resumed, cache):
+                self.accounts.make_room(missing)
         cache.pages += self.pages.take(min(missing, self.pages.free)) or []
         return min(tokens, cache.covered - cache.done)
 
@@ -261,19 +275,22 @@ class HybridCache:
 
     # copies
 
-    def fork(self, source: SequenceCache | CacheSnapshot, keys: MutableSequence[int] | None = None
-             ) -> SequenceCache | None:
-        """As `BlockAccounts.forks`, for one fork."""
-        forks = self.accounts.forks(source, 1, keys)
+    def fork(self, source: SequenceCache | CacheSnapshot, keys: MutableSequence[int] | None = None,
+             min_tokens: int = 0) -> SequenceCache | None:
+        """As `BlockAccounts.forks`, for one fork. min_tokens, and None: as in `admit`."""
+        with self._sparing(source.line):
+            roomy = self.accounts.make_room(-(-min_tokens // PAGE) - source.done // PAGE)
+            forks = self.accounts.forks(source, 1, keys) if roomy else []
         return forks[0] if forks else None
 
     def snapshot(self, cache: SequenceCache, logits: Any = None) -> CacheSnapshot | None:
         """Copies the present position; None if pages, slots or room for logits are short."""
         if logits is not None and self._snapshots_with_logits >= self.rows:
             return None
-        copy = self.fork(cache)
-        if copy is None:
+        copies = self.accounts.forks(cache, 1, keeping=True)
+        if not copies:
             return None
+        copy, = copies
         self.accounts.remove(copy)
         snapshot = self.accounts.add(CacheSnapshot(copy.slot, copy.pages, copy.keys, logits, copy.line))
         self.tree.keep_logits(self.rows - self._snapshots_with_logits)
@@ -292,7 +309,7 @@ class HybridCache:
             others = {page for owner in self.accounts.owners if owner is not cache for page in owner.pages}
             if snapshot.done % PAGE and len(others) >= self.accounts.units.room(self.accounts.held_slots):
                 return False
-        self.pages.release(cache.pages)
+        self.accounts.release_pages(cache)
         cache.pages, cache.keys = PageList(), cache.keys[:0]
         cache.done = cache.unflushed = 0
         _forget_keys(cache)
@@ -304,10 +321,10 @@ class HybridCache:
 
     # release
 
-    def release(self, owner: SequenceCache | CacheSnapshot, keep: bool = False, lasting: bool = True
-                ) -> Checkpoint | None:
+    def release(self, owner: SequenceCache | CacheSnapshot, keep: bool = False, lasting: bool = True,
+                ended: bool = True) -> Checkpoint | None:
         """Gives back what a sequence or snapshot owns. keep: the tree takes over a sequence's state and pages, as the
-        checkpoint that is returned. lasting: the tiers store it, too."""
+        checkpoint that is returned. lasting: the tiers store it, too. ended: its line goes on with another sequence."""
         self.accounts.check_owner(owner)
         keep = keep and self.reuse and owner.done > 0 and isinstance(owner, SequenceCache)
         if isinstance(owner, SequenceCache):
@@ -320,24 +337,24 @@ class HybridCache:
         self.accounts.remove(owner)
         end = None
         if keep and isinstance(owner, SequenceCache):
-            end = self._keep_end(owner, lasting)
+            end = self._keep_end(owner, lasting, ended)
         else:
-            self.pages.release(owner.pages)
+            self.accounts.release_pages(owner)
             self.slots.release([owner.slot])
         if owner.line:
             owner.line.leave()
         return end
 
-    def _keep_end(self, cache: SequenceCache, lasting: bool) -> Checkpoint:
+    def _keep_end(self, cache: SequenceCache, lasting: bool, ended: bool) -> Checkpoint:
         full, rest = divmod(cache.done, PAGE)
         passed = self.tree.supersede(cache.prefix(cache.done), cache.likely_resume, cache.node, cache.line)
         partial = cache.pages[full] if rest else None
         end = self._keep(cache, cache.done, cache.slot, partial, lasting=lasting)
         end.likely_resume = True
-        if cache.line:
+        if cache.line and (ended or cache.resumed in cache.line.ends):
             cache.line.add(end, cache.resumed)
         _supersede(passed, end, cache.likely_resume)
-        self.pages.release([*cache.pages[:full], *cache.pages[full + bool(rest):]])
+        self.accounts.release_pages(cache, kept=partial)
         return end
 
     def can_preempt(self, more_tokens: int) -> bool:
@@ -357,7 +374,7 @@ class HybridCache:
         cache.guarded = []
         if cache.line:
             cache.line.enter()
-        end = preempted.end = self.release(cache, keep, lasting=False)
+        end = preempted.end = self.release(cache, keep, lasting=False, ended=False)
         if end:
             preempted.guarded.append(end)
             end.guards += 1

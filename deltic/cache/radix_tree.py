@@ -2,16 +2,17 @@
 
 A node is a run of full pages of tokens below its parent; the path from the root spells a prefix. A checkpoint is a kept
 position: the state after a node's prefix and a tail, the 0 to PAGE - 1 tokens after the last full page, whose K/V is in
-a page of the checkpoint's own. Only checkpoints can be resumed, and every node has one in its subtree (L2).
+a page of the checkpoint's own. Only checkpoints can be resumed, and every node has one in its subtree (L2), or a
+sequence that resumed there: sequences do not own the pages up to the node of their checkpoint, but keep the node.
 
     root ── pages 0, 1 ── pages 2, 3, 4
                  │             └ checkpoint, tail of 5 tokens
                  └─────── page 2'
                                └ checkpoint, no tail
 
-A node ends only where it has checkpoints or where prefixes part. So there are fewer than two nodes for each checkpoint,
-however long the prefixes are, which keeps pauses of the garbage collector short. Tokens are given as keys
-(`params.Prompt`).
+A node ends only where it has checkpoints or users, or where prefixes part. So there are fewer than two nodes for each
+checkpoint or user, however long the prefixes are, which keeps pauses of the garbage collector short. Tokens are given
+as keys (`params.Prompt`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -39,6 +41,7 @@ class Node:
     keys: the 64-bit keys of its tokens.
     depth: pages from the root to its end.
     children: by the keys of their first page.
+    users: running sequences that resumed at its end or in the page after it.
     kept: it is still in the tree.
     """
 
@@ -48,6 +51,7 @@ class Node:
     depth: int
     children: dict[bytes, Node] = field(default_factory=dict)
     checkpoints: dict[bytes, Checkpoint] = field(default_factory=dict)
+    users: int = 0
     kept: bool = True
 
     @property
@@ -73,7 +77,7 @@ class Checkpoint:
     preempted: number of preempted sequences that will go on here.
     line: the conversation that goes on here, if known.
     uses: number of sequences that resumed here.
-    locks: number of sequences that are just resuming here.
+    locks: number of admissions that need it just now.
     superseded: later checkpoints of the same conversation, which a prompt that resumes here abandons.
     age: of the tree at the last use.
     """
@@ -127,6 +131,7 @@ class PrefixTree:
         self._ends: dict[Checkpoint, None] = {}
         self._age = 0.0
         self._matched: tuple[array[int], bool, int, PrefixMatch] | None = None
+        self._path: tuple[Checkpoint, list[int]] | None = None
         self.evictions = self.changes = 0
 
     def __len__(self) -> int:
@@ -175,6 +180,20 @@ class PrefixTree:
         *_, (node, depth, rest) = self._walk(tokens)
         return node.checkpoints.get(rest) if depth == node.depth else None
 
+    @contextmanager
+    def locking(self, checkpoints: Collection[Checkpoint]) -> Iterator[None]:
+        """Keeps these checkpoints from eviction for a `with` block."""
+        for one in checkpoints:
+            one.locks += 1
+        try:
+            yield
+        finally:
+            for one in checkpoints:
+                one.locks -= 1
+
+    def locked(self) -> list[Checkpoint]:
+        return [one for one in self._checkpoints if one.locks]
+
     def holds(self, checkpoint: Checkpoint) -> bool:
         """Returns True until a checkpoint is evicted. Thread-safe."""
         return checkpoint in self._checkpoints
@@ -208,13 +227,20 @@ class PrefixTree:
                 )
         return sorted(found, key=lambda checkpoint: checkpoint.done)
 
-    def path(self, checkpoint: Checkpoint) -> list[int]:
-        """Returns the pages that hold the checkpoint's tokens, the partial one last."""
-        runs, node = [checkpoint.node.pages], checkpoint.node.parent
-        while node is not None:
-            runs.append(node.pages)
-            node = node.parent
-        return _joined(reversed(runs)) + ([] if checkpoint.page is None else [checkpoint.page])
+    def path(self, checkpoint: Checkpoint) -> Sequence[int]:
+        """Returns the pages that hold the checkpoint's tokens, the partial one last. Remembers the last result."""
+        if self._path is None or self._path[0] is not checkpoint:
+            runs, node = [checkpoint.node.pages], checkpoint.node.parent
+            while node is not None:
+                runs.append(node.pages)
+                node = node.parent
+            self._path = checkpoint, _joined(reversed(runs)) + ([] if checkpoint.page is None else [checkpoint.page])
+        return self._path[1]
+
+    def leave(self, node: Node) -> None:
+        """Takes a user from a node, whose pages need not stay for it any more."""
+        node.users -= 1
+        self._prune(node)
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], slot: int, page: int | None,
                logits: Any = None, near: Node | None = None) -> Checkpoint:
@@ -275,6 +301,7 @@ class PrefixTree:
 
     def renumber(self, moved: Mapping[int, int]) -> None:
         """Replaces the numbers of pages that have moved."""
+        self._path = None
         for node in self._nodes():
             if not moved.keys().isdisjoint(node.pages):
                 node.pages = array("q", [moved.get(page, page) for page in node.pages])
@@ -300,8 +327,8 @@ class PrefixTree:
             assert (checkpoint.logits is None) == (checkpoint not in self._ends), "a checkpoint's logits are miscounted"
             assert checkpoint.line is None or checkpoint in checkpoint.line.ends, "a checkpoint is no end of its line"
         for node in self._nodes():
-            assert node.children or node.checkpoints, "pages are kept that no checkpoint needs"
-            assert node.checkpoints or len(node.children) > 1, "a node should be joined with its child"
+            assert node.children or node.checkpoints or node.users, "pages are kept that nothing needs"
+            assert node.checkpoints or node.users or len(node.children) > 1, "a node should be joined with its child"
             assert node.parent and node.parent.children.get(node.key) is node, "a node hangs at the wrong parent"
             assert len(node.keys) == len(node.pages) * _BYTES, "a node has not as many keys as pages"
             assert node.depth == node.parent.depth + len(node.pages) > node.parent.depth, "a node's depth is wrong"
@@ -341,7 +368,8 @@ class PrefixTree:
             if depth == node.depth:
                 yield node, depth, rest
                 node = node.children.get(rest)
-                passed = len(node.pages) if node and keys.startswith(node.keys, place) else 1
+                passed = len(node.pages) if node and (keys.startswith(node.keys, place)
+                                                      or _begins(node, tokens, depth)) else 1
             elif rest != node.keys_after(depth, _BYTES):
                 yield node, depth, rest
                 return
@@ -390,7 +418,7 @@ class PrefixTree:
         del self._checkpoints[checkpoint]
         del checkpoint.node.checkpoints[checkpoint.tail]
         self._ends.pop(checkpoint, None)
-        checkpoint.logits, checkpoint.superseded = None, ()
+        checkpoint.logits, checkpoint.superseded, self._path = None, (), None
         if checkpoint.line:
             checkpoint.line.drop(checkpoint)
         self.changes += 1
@@ -399,13 +427,16 @@ class PrefixTree:
                 other.parent = checkpoint.parent
         self._slots.release([checkpoint.slot])
         self._pages.release([] if checkpoint.page is None else [checkpoint.page])
-        node = checkpoint.node
-        if node.parent is not None and not node.children and not node.checkpoints:
+        self._prune(checkpoint.node)
+
+    def _prune(self, node: Node) -> None:
+        """Removes a node, or joins it with its child, if nothing needs its end any more."""
+        if node.parent is not None and not (node.children or node.checkpoints or node.users):
             del node.parent.children[node.key]
             node.kept = False
             self._pages.release(node.pages)
             node = node.parent
-        if node.parent is not None and len(node.children) == 1 and not node.checkpoints:
+        if node.parent is not None and len(node.children) == 1 and not (node.checkpoints or node.users):
             self._join(node)
 
     def _nodes(self) -> Iterator[Node]:
@@ -427,6 +458,14 @@ def _passed(node: Node, rest: bytes, length: int) -> Checkpoint | None:
     """Returns the deepest checkpoint of a node that a prefix of `length` tokens, with `rest` next, passes."""
     passed = (one for one in node.checkpoints.values() if one.done < length and rest.startswith(one.tail))
     return max(passed, key=lambda one: one.done, default=None)
+
+
+def _begins(node: Node, tokens: Sequence[int], depth: int) -> bool:
+    """True if the whole run of a node is that of the tokens after so many pages. Only for arrays, which are compared
+    where they are."""
+    end = (depth + len(node.pages)) * PAGE
+    return (isinstance(tokens, array) and len(tokens) >= end
+            and node.keys.startswith(memoryview(tokens)[depth * PAGE:end]))
 
 
 def _pages_in_common(left: bytes, right: bytes) -> int:

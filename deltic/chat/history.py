@@ -203,11 +203,13 @@ class History:
         turn = _extend(whole, _BaseAnswer(len(_BEFORE) - 1, record_name(end.key, record), record, ids), tail)
         return replace(turn, state=state, schemas=schemas, owner=owner)
 
-    def remember(self, turn: HistoryTurn, hidden: Sequence[int], tokens: Sequence[int], finish: Finish, answer: Answer,
-                 whole: bool) -> AnswerEnd | None:
-        """Records one finished answer. hidden: the request's stop ids. tokens: those of the answer, with its end token.
+    def remember(self, turn: HistoryTurn, hidden: Sequence[int], begun: Sequence[int], tokens: Sequence[int],
+                 finish: Finish, answer: Answer, whole: bool) -> AnswerEnd | None:
+        """Records one finished answer. hidden: the request's stop ids. begun: tokens of the answer that the request
+        had. tokens: the generated ones, with the end token.
         whole: the text ended with the tokens, outside of think blocks and calls, and not at a stop string. Returns its
         end if a conversation can go on there."""
+        tokens = [*begun, *tokens]
         if not tokens:
             return None
         special = self._tokenizer.special

@@ -429,9 +429,11 @@ class AnswerText:
     hidden: stop ids, which are not part of the text.
     """
 
-    def __init__(self, router: OutputRouter, hidden: frozenset[int] = frozenset()) -> None:
+    def __init__(self, router: OutputRouter, hidden: frozenset[int] = frozenset(), begun: Sequence[Delta] = ()) -> None:
+        """begun: output of tokens that the router has had, which comes with the first token or the end."""
         self._router = router
         self._hidden = hidden
+        self._begun = begun
         self._pushed: deque[RoutedToken] = deque()
 
     @property
@@ -464,20 +466,24 @@ class AnswerText:
 
     def finish(self, cut: bool = False) -> list[Delta]:
         """Ends the answer and returns the held text. cut: as in OutputRouter."""
-        return self._router.finish(cut)
+        begun, self._begun = self._begun, ()
+        return [*begun, *self._router.finish(cut)]
 
     def _route(self, token: int) -> RoutedToken:
         before, thinking = self._router.characters, self._router.region == "reasoning"
         deltas = [] if token in self._hidden else self._router.feed(token)
+        if self._begun:
+            deltas, self._begun = [*self._begun, *deltas], ()
         return before, deltas, thinking and self._router.region == "reasoning"
 
 
 class AnswerTexts:
-    """The texts of a request's choices, created on demand. router: in the state before the first token. Threads may
-    share it."""
+    """The texts of a request's choices, created on demand. router: in the state before the first token. begun: tokens
+    that all of them begin with. Threads may share it."""
 
-    def __init__(self, router: OutputRouter, hidden: Iterable[int] = ()) -> None:
+    def __init__(self, router: OutputRouter, hidden: Iterable[int] = (), begun: Iterable[int] = ()) -> None:
         self._start, self._hidden = router, frozenset(hidden)
+        self._begun = merge([delta for token in begun for delta in router.feed(token)])
         self._texts: dict[int, AnswerText] = {}
 
     def of(self, choice: int) -> AnswerText:
@@ -490,7 +496,7 @@ class AnswerTexts:
 
     def again(self, tokens: Sequence[int] = ()) -> AnswerText:
         """Returns a new text that has taken these tokens."""
-        text = AnswerText(self._start.copy(), self._hidden)
+        text = AnswerText(self._start.copy(), self._hidden, self._begun)
         for token in tokens:
             text.take(token)
         return text

@@ -187,7 +187,7 @@ class ChatProcessor:
              pictures: Shown | RequestError | None = None) -> PreparedRequest:
         """Prepares the next turn of a conversation; RequestError names a wrong field.
 
-        answer: the tools that it may or must call, and the format of its content.
+        answer: the tools that it may or must call, the format of its content, and the tokens that it begins with.
         variables: template variables, such as enable_thinking; also add_generation_prompt and continue_final_message as
             in transformers. Only answers that begin a turn are recorded.
         history: in place of the processor's; or the end of a recorded answer that the messages follow, in place of the
@@ -203,6 +203,7 @@ class ChatProcessor:
         _check(mode, budget, RequestError)
         template = self._template(tools)
         variables, opens = _opens(self._with_thinking(variables))
+        begun, sampling = self._beginning(answer.begun, sampling, opens)
         reading = None
         if self._vision:
             reading = Reading(self._vision, self.tokenizer.encode, self._limits, self._bound.tokens, self._fetches)
@@ -212,26 +213,46 @@ class ChatProcessor:
                                          cache=self._messages.of(self._owner))
         seen = self._seen(reading, pictures) if reading and reading.parts else []
         turn = self._branch(conversation, fork, opens) if fork else self._turn(conversation, mode, opens)
+        if begun:
+            replace(self._bound, field="prefix_token_ids").after(len(turn.ids)).check(len(begun))
         form = call_form(self._config.tool_call_parser, template.source)
         grammar = self._grammar(conversation, answer, form)
+        if grammar and begun:
+            raise RequestError("prefix_token_ids cannot be combined with a format of the answer, a tool_choice that "
+                               "needs a call, or strict tools: leave them out", "prefix_token_ids")
         router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not answer.calls.parallel,
                              exact=grammar is not None)
         closing = ThinkEnd.of(conversation) if grammar or budget is not None else None
         forced = None
         if closing and budget is not None:
             forced = partial(ThinkingBudget, tokenizer=self.tokenizer, closing=closing, tokens=budget)
-        remember = partial(self._history.remember, turn, sampling.stop_token_ids) if opens == "turn" else None
-        prepared = _prepare(turn.ids, sampling, router, turn.stable_prefixes, remember, forced)
+        remember = partial(self._history.remember, turn, sampling.stop_token_ids, begun) if opens == "turn" else None
+        prepared = _prepare((*turn.ids, *begun), sampling, router, turn.stable_prefixes, remember, forced, begun)
         if fork:
             prepared = replace(prepared, request=replace(prepared.request, lineage=Lineage(forks=True)))
         if seen and self._vision:
-            prompt, places = with_pictures(turn.ids, seen, self._vision.tower, turn.stable_prefixes)
+            prompt, places = with_pictures(prepared.request.ids, seen, self._vision.tower, turn.stable_prefixes)
             self._bound.check(len(prompt))
             prepared = replace(prepared, request=replace(prepared.request, prompt=prompt, stable_prefixes=places))
         if grammar is None or closing is None:
             return prepared
         thinks = THINK in template.source and not closes_thinking(turn.ids, self.tokenizer)
         return _constrained(prepared, grammar, closing.rest_ids, thinks)
+
+    def _beginning(self, begun: tuple[int, ...], sampling: SamplingParams, opens: Opens
+                   ) -> tuple[tuple[int, ...], SamplingParams]:
+        """Returns the tokens that an answer begins with, and no more tokens to generate if an end token ends them."""
+        if begun and opens != "turn":
+            raise RequestError("prefix_token_ids begin a new answer: leave out continue_final_message and "
+                               "add_generation_prompt", "prefix_token_ids")
+        if begun and begun[-1] in self.tokenizer.ends:
+            begun, sampling = begun[:-1], replace(sampling, max_tokens=0)
+        for place, token in enumerate(begun):
+            if token in self.tokenizer.special:
+                name = show(self.tokenizer.decode([token], skip_special=False))
+                raise RequestError(f"prefix_token_ids[{place}] is the control token {name}, which no answer has: end "
+                                   "them before it", "prefix_token_ids")
+        return begun, sampling
 
     def _mode(self, history: str | None, variables: Mapping[str, Any]) -> str:
         """Returns the history mode. `preserve_thinking: false` in a request selects template."""
@@ -450,8 +471,9 @@ def _prepare(
     stable_prefixes: tuple[int, ...] = (),
     remember: Remember | None = None,
     forced: Callable[[AnswerText], ForcedTokens] | None = None,
+    begun: Sequence[int] = (),
 ) -> PreparedRequest:
-    texts = AnswerTexts(router, sampling.stop_token_ids)
+    texts = AnswerTexts(router, sampling.stop_token_ids, begun)
     matcher = texts.followers() if router.can_stop or forced else None
     guide = partial(next, map(forced, map(texts.of, count()))) if forced else None
     return PreparedRequest(

@@ -205,10 +205,12 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What an answer may be. output: the format of an answer without calls; None: any text."""
+    """What an answer may be. output: the format of an answer without calls; None: any text. begun: token ids that it
+    begins with, as part of the prompt and of the text; an end token behind them ends it there."""
 
     calls: ToolChoice = ToolChoice()
     output: OutputFormat | None = None
+    begun: tuple[int, ...] = ()
 
 
 FREE: Final = AnswerForm()

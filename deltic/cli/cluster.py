@@ -39,13 +39,14 @@ def serve_replicas(args: argparse.Namespace, keys: Keys, tls: SSLContext | None)
     with listener_of(args) as listener:
         hosts = hosts_of(listener, args.allowed_host, args.host or "127.0.0.1")
         plan = plan_of(args, keys, hosts, spread=args.ray_address is None)
-        note(f"starting {args.replicas} replicas on {args.ray_address or 'a new Ray cluster on this machine'}")
-        with running(plan, args.ray_address) as handle:
+        count = f"{args.replicas} replicas" + (f" and {plan.prefill} prefill replicas" if plan.prefill else "")
+        note(f"starting {count} on {args.ray_address or 'a new Ray cluster on this machine'}")
+        with running(plan, args.ray_address) as (handle, prefill):
             from deltic.cluster.front import front_app
 
-            app, url = front_app(handle, limits), url_of(listener, tls is not None)
-            ready = (f"{args.served_name or args.model or 'tiny'} is ready on {args.replicas} replicas: {url}/v1 "
-                     f"(OpenAI), {url}/ (chat page), {url}/health, {url}/metrics. Ctrl-C ends.")
+            app, url = front_app(handle, limits, prefill), url_of(listener, tls is not None)
+            ready = (f"{args.served_name or args.model or 'tiny'} is ready on {count}: {url}/v1 (OpenAI), {url}/ (chat "
+                     f"page), {url}/health, {url}/metrics. Ctrl-C ends.")
             gc.collect()
             Server(app, app.state.work, args.drain_seconds, lambda: print(ready, flush=True), limits,
                    tls).run_on(listener)
@@ -75,13 +76,19 @@ def plan_of(args: argparse.Namespace, keys: Keys, hosts: Any, spread: bool = Fal
     from deltic.engine.arguments import settled
 
     config = settled(EngineConfig(**engine_options(args)))
-    own = argparse.Namespace(**vars(args))
+    own, prefill = argparse.Namespace(**vars(args)), args.prefill_replicas or 0
+    if prefill and not config.cache_dir:
+        raise UsageError("--prefill-replicas hands prompts over through a directory that all replicas share: give "
+                         "--cache-dir DIR, such as one below /dev/shm on one machine")
+    if prefill and not is_for_chat(args):
+        raise UsageError(f"--prefill-replicas computes prompts of chats, and {args.model} is served for vectors or "
+                         "scores alone: leave it out")
     threads = config.threads
     if spread and threads is None and not config.on_gpu and isinstance(args.replicas, int):
-        threads = own.engine_threads = max(available_cores() // args.replicas, 1)
+        threads = own.engine_threads = max(available_cores() // (args.replicas + prefill), 1)
     gpus = config.shards if config.on_gpu else 0
-    return ReplicaPlan(open_replica, (own, dict(keys), tuple(hosts)), args.replicas, cpus=1 if gpus else threads or 1,
-                       gpus=gpus, drain_seconds=args.drain_seconds)
+    return ReplicaPlan(open_replica, (own, dict(keys), tuple(hosts)), args.replicas, prefill,
+                       cpus=1 if gpus else threads or 1, gpus=gpus, drain_seconds=args.drain_seconds)
 
 
 def open_replica(parts: tuple[argparse.Namespace, dict[str, str | None], tuple[str, ...]]) -> OpenedReplica:

@@ -78,13 +78,16 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     options.add_engine(parser)
     options.add_limits(parser)
     advanced(parser, "--unix-socket-mode", "--log-text", "--drain-seconds", "--state-dir", "--ray-address",
-             "--strip-billing-header")
+             "--prefill-replicas", "--strip-billing-header")
 
 
 def _add_replicas(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=_replicas, metavar="N",
                         help="run N engines, on a Ray cluster; auto: as many as Ray Serve "
                              "finds right")
+    parser.add_argument("--prefill-replicas", type=whole(1, 10_000), metavar="K",
+                        help="experimental, with --replicas and --cache-dir: run K more engines that only compute long "
+                             "prompts for the others")
     parser.add_argument("--ray-address", type=text, metavar="ADDRESS",
                         help="with --replicas: a running cluster, such as 10.0.0.1:6379 (default: a new one here)")
 
@@ -138,6 +141,8 @@ def run_serve(args: argparse.Namespace) -> int:
 
         return serve_replicas(args, keys, tls)
     options.refuse({"--ray-address": args.ray_address}, "{} needs --replicas: it names the cluster that they run on")
+    options.refuse({"--prefill-replicas": args.prefill_replicas},
+                   "{} needs --replicas: it adds replicas that compute prompts for those")
     with listener_of(args) as listener:
         settings = {"listener": listener, "tls": tls, "drain_seconds": args.drain_seconds, "lenient": args.lenient,
                     "cors_origins": args.cors_origin, "allowed_hosts": args.allowed_host, "api_keys": keys,

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from deltic.cluster.identity import NOT_SHARED
 from deltic.config import Limits
 from deltic.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
-    from ray.serve import Application
+    from ray.serve import Application, Deployment
     from ray.serve.handle import DeploymentHandle
     from starlette.applications import Starlette
 
@@ -28,6 +29,8 @@ log = logging.getLogger("deltic")
 RAY: Final = (2, 60)
 """The version of Ray whose request routers this uses; they are not stable between versions."""
 NAME: Final = "deltic"
+PREFILL: Final = "prefill"
+"""The deployment of prefill replicas."""
 _ROUTER: Final = "deltic.cluster.serve_router.StateAwareRouter"
 _REPORT_SECONDS: Final = 1.0
 _UNBOUNDED: Final = 100_000
@@ -39,13 +42,14 @@ _SHUTDOWN_SECONDS: Final = 15.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """How replicas run. options: for `opener`. replicas: their number, or "auto" for Serve's autoscaling. cpus, gpus:
-    devices that Ray reserves for each. drain_seconds: for running requests of a replica that ends. router: class of the
-    request router; empty: Serve's own."""
+    """How replicas run. options: for `opener`. replicas: their number, or "auto" for Serve's autoscaling. prefill: how
+    many more compute long prompts for them. cpus, gpus: devices that Ray reserves for each. drain_seconds: for running
+    requests of a replica that ends. router: class of the request router; empty: Serve's own."""
 
     opener: Callable[[Any], OpenedReplica]
     options: Any
     replicas: int | str = 1
+    prefill: int = 0
     cpus: float = 1.0
     gpus: float = 0.0
     drain_seconds: float = 30.0
@@ -66,7 +70,12 @@ def check_ray() -> None:
 
 
 def replicas_of(plan: ReplicaPlan) -> Application:
-    """Returns the deployment of the replicas."""
+    """Returns the deployment of the replicas, with that of the prefill replicas below it."""
+    prefill = _deployment(plan, PREFILL, plan.prefill).bind(plan.opener, plan.options) if plan.prefill else None
+    return _deployment(plan, "replica", plan.replicas).bind(plan.opener, plan.options, prefill)
+
+
+def _deployment(plan: ReplicaPlan, name: str, replicas: int | str) -> Deployment:
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
@@ -74,16 +83,15 @@ def replicas_of(plan: ReplicaPlan) -> Application:
 
     router = {"request_router_class": plan.router} if plan.router else {}
     routing = RequestRouterConfig(**router, request_routing_stats_period_s=_REPORT_SECONDS)
-    count: dict[str, Any] = {"num_replicas": plan.replicas}
-    if plan.replicas == "auto":
+    count: dict[str, Any] = {"num_replicas": replicas}
+    if replicas == "auto":
         count["autoscaling_config"] = {"min_replicas": 1, "max_replicas": _MOST_REPLICAS,
                                        "target_ongoing_requests": _TARGET}
-    deployment = serve.deployment(
-        Replica, name="replica", **count, max_ongoing_requests=_UNBOUNDED,
+    return serve.deployment(
+        Replica, name=name, **count, max_ongoing_requests=_UNBOUNDED,
         graceful_shutdown_timeout_s=plan.drain_seconds, health_check_period_s=2.0, health_check_timeout_s=30.0,
         ray_actor_options={"num_cpus": plan.cpus, "num_gpus": plan.gpus},
         logging_config=_quiet(), request_router_config=routing)
-    return deployment.bind(plan.opener, plan.options)
 
 
 def with_ingress(plan: ReplicaPlan, limits: Limits) -> Application:
@@ -92,25 +100,31 @@ def with_ingress(plan: ReplicaPlan, limits: Limits) -> Application:
 
     deployment = serve.deployment(serve.ingress(None)(Ingress), name="front", max_ongoing_requests=_UNBOUNDED,
                                   ray_actor_options={"num_cpus": 0})
-    return deployment.bind(replicas_of(plan), limits)
+    return deployment.bind(replicas_of(plan), limits, PREFILL if plan.prefill else "")
 
 
 class Ingress:
     """The front as a deployment."""
 
-    def __init__(self, handle: DeploymentHandle, limits: Limits) -> None:
-        self._parts = handle, limits
+    def __init__(self, handle: DeploymentHandle, limits: Limits, prefill: str) -> None:
+        """prefill: name of the deployment of prefill replicas, if there is one."""
+        self._parts = handle, limits, prefill
 
     def __serve_build_asgi_app__(self) -> Starlette:
+        from ray import serve
+
         from deltic.cluster.front import front_app
 
-        return front_app(*self._parts)
+        handle, limits, prefill = self._parts
+        return front_app(handle, limits, serve.get_deployment_handle(prefill) if prefill else None)
 
 
 @contextmanager
-def running(plan: ReplicaPlan, address: str | None, name: str = NAME) -> Iterator[DeploymentHandle]:
-    """Runs the replicas on the cluster at an address, or on a new one on this machine; yields their handle. Deletes the
-    application at the end. UnavailableError if the replicas do not start, or are not equal."""
+def running(plan: ReplicaPlan, address: str | None, name: str = NAME
+            ) -> Iterator[tuple[DeploymentHandle, DeploymentHandle | None]]:
+    """Runs the replicas on the cluster at an address, or on a new one on this machine; yields their handle, and that of
+    prefill replicas. Deletes the application at the end. UnavailableError if the replicas do not start, or are not
+    equal."""
     import ray
     from ray import serve
 
@@ -125,8 +139,11 @@ def running(plan: ReplicaPlan, address: str | None, name: str = NAME) -> Iterato
             handle = serve.run(replicas_of(plan), name=name, route_prefix=None)
         except RuntimeError as error:
             raise UnavailableError(f"the replicas did not start: {_cause(name) or error}") from error
-        check_identities(handle.broadcast("identity").results(timeout_s=_SHUTDOWN_SECONDS))
-        yield handle
+        prefill = serve.get_deployment_handle(PREFILL, name) if plan.prefill else None
+        found = [each for one in (handle, prefill) if one
+                 for each in one.broadcast("identity").results(timeout_s=_SHUTDOWN_SECONDS)]
+        check_identities(found, shared=plan.prefill > 0)
+        yield handle, prefill
     finally:
         with contextlib.suppress(Exception):
             serve.delete(name)
@@ -140,8 +157,8 @@ def _quiet() -> dict[str, Any]:
     return {"log_level": "WARNING", "enable_access_log": False}
 
 
-def check_identities(found: list[dict[str, str]]) -> None:
-    """Raises UnavailableError if replicas have different weights."""
+def check_identities(found: list[dict[str, str]], shared: bool = False) -> None:
+    """Raises UnavailableError if replicas have different weights. shared: or different cache directories."""
     nodes: dict[str, list[str]] = {}
     for each in found:
         nodes.setdefault(each["identity"], []).append(each["node"])
@@ -149,13 +166,16 @@ def check_identities(found: list[dict[str, str]]) -> None:
         shown = "; ".join(f"{identity}: {', '.join(sorted(set(own)))}" for identity, own in nodes.items())
         raise UnavailableError("the replicas have different weights, so that their answers and states would not fit "
                                f"together ({shown}): copy the same model to all nodes")
+    directories = {each["directory"] for each in found} if shared else set()
+    if len(directories) > 1 or "" in directories:
+        raise UnavailableError(NOT_SHARED)
 
 
 def _local_cpus(plan: ReplicaPlan) -> int:
     """Returns the processors that a local cluster counts: all replicas start, even where they share processors."""
     from deltic.config.machine import available_cores
 
-    wanted = plan.cpus * plan.replicas if isinstance(plan.replicas, int) else 1
+    wanted = plan.cpus * (plan.prefill + (plan.replicas if isinstance(plan.replicas, int) else 1))
     return max(int(wanted) + 1, available_cores())
 
 

@@ -54,7 +54,8 @@ def boundaries_of(body: Any, headers: Mapping[str, str] = {}) -> Boundaries:
         return Boundaries()
     chain = _Chain()
     chain.add(*(headers.get(name, "") for name in _SECRETS), str(body.get("cache_salt", "")))
-    previous = body.get("previous_response_id")
+    fork = body.get("fork_from")
+    previous = body.get("previous_response_id") or (fork.get("id") if isinstance(fork, Mapping) else fork)
     if isinstance(previous, str):
         chain.restart(response_key(previous))
     head = [body[name] for name in _HEAD if name in body and not (previous and name == "instructions")]
@@ -72,7 +73,7 @@ def boundaries_of(body: Any, headers: Mapping[str, str] = {}) -> Boundaries:
 
 
 def response_key(id: str) -> int:
-    """Returns the key of a stored response, at which `previous_response_id` continues."""
+    """Returns the key of a stored response, at which `previous_response_id` and `fork_from` continue."""
     return int.from_bytes(blake2b(b"response " + id.encode("utf-8", "replace"), digest_size=KEY_BYTES).digest())
 
 

@@ -56,10 +56,12 @@ class _Response:
 
 
 class Front:
-    """The application. handle: of the deployment of `Replica`."""
+    """The application. handle: of the deployment of `Replica`. prefill: of the prefill replicas, if any."""
 
-    def __init__(self, handle: DeploymentHandle, reader: BodyReader, limits: Limits) -> None:
-        self._handle, self._reader, self._limits = handle, reader, limits
+    def __init__(self, handle: DeploymentHandle, reader: BodyReader, limits: Limits,
+                 prefill: DeploymentHandle | None = None) -> None:
+        self._reader, self._limits = reader, limits
+        self._everyone = [each for each in (handle, prefill) if each is not None]
         self._calls = handle.options(stream=True, method_name="request")
         self._closed = False
         self._running = 0
@@ -162,11 +164,8 @@ class Front:
     async def _gathered(self, merge: Callable[[Mapping[str, bytes]], bytes], kind: bytes, scope: Scope,
                         receive: Receive, send: Send) -> None:
         head = _head(Request(scope, receive))
-        answers = self._handle.broadcast("whole", head)
-        try:
-            everything = await answers.results_async(timeout_s=_PATIENCE, return_exceptions=True)
-        except (TimeoutError, DeploymentUnavailableError) as error:
-            raise BusyError("a replica does not answer: try again later") from error
+        lists = await asyncio.gather(*(_whole(each, head) for each in self._everyone))
+        everything = [each for found in lists for each in found]
         found = [each for each in everything if isinstance(each, tuple)]
         if not found:
             raise BusyError("no replica answers: try again later")
@@ -180,6 +179,15 @@ class Front:
         await send({"type": "http.response.start", "status": status, "headers": [
             (b"content-type", kind if status == 200 else b"application/json"), (b"content-length", length)]})
         await send({"type": "http.response.body", "body": body})
+
+
+async def _whole(handle: DeploymentHandle, head: dict[str, Any]) -> list[Any]:
+    """Returns the answers and exceptions of all replicas of a deployment."""
+    answers = handle.broadcast("whole", head)
+    try:
+        return [*await answers.results_async(timeout_s=_PATIENCE, return_exceptions=True)]
+    except (TimeoutError, DeploymentUnavailableError) as error:
+        return [error]
 
 
 def _head(request: Request) -> dict[str, Any]:
@@ -203,10 +211,10 @@ def _noted(message: Message, response: _Response) -> Message:
     return message
 
 
-def front_app(handle: DeploymentHandle, limits: Limits) -> Starlette:
+def front_app(handle: DeploymentHandle, limits: Limits, prefill: DeploymentHandle | None = None) -> Starlette:
     """Returns the front as an application for deltic's server, or for Serve's."""
     records, reader = ActiveRequests(limits), BodyReader(limits)
-    front = Front(handle, reader, limits)
+    front = Front(handle, reader, limits, prefill)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from pathlib import Path
+from typing import Final
 
+NOT_SHARED: Final = (
+    "prefill replicas hand prompts over through cache_dir, which is not the same usable directory for all replicas: "
+    "name one that all of them can write to, such as one below /dev/shm on one machine")
 _BLOCK, _BLOCKS = 64 << 10, 64
 _KINDS = (".safetensors", ".gguf", ".bin", ".json", ".jinja", ".model")
 

@@ -11,10 +11,11 @@ The front's router gets a report of the states that are reachable here, and of t
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from statistics import median
@@ -23,7 +24,10 @@ from typing import Any, Final
 from starlette.applications import Starlette
 from starlette.types import Message, Scope
 
+from deltic.cache.offload.types import StoredItem
 from deltic.cluster.boundaries import Boundaries, response_key
+from deltic.cluster.identity import NOT_SHARED
+from deltic.cluster.prefill import PrefillClient, PrefillOrder, directory_of, disk_tier, prefilled
 from deltic.cluster.reachable import LoadReport, ReachableReport, ReachableStates
 from deltic.engine.engine import Engine
 from deltic.engine.worker import Worker
@@ -31,8 +35,11 @@ from deltic.errors import UnavailableError
 from deltic.server.async_engine import AsyncEngine
 from deltic.server.records import RequestRecord
 
-RESPONSES_PATH: Final = "/v1/responses"
-_RESPONSE_ID: Final = re.compile(rb'"id": ?"(resp_[^"]{1,200})"')
+log = logging.getLogger("deltic")
+
+STORED_PATHS: Final = "/v1/responses", "/v1/chat/completions"
+"""Their responses can be continued by id."""
+_RESPONSE_ID: Final = re.compile(rb'"id": ?"((?:resp_|chatcmpl-)[^"]{1,200})"')
 _RECENT: Final = 0.2
 """Weight of the last second in a figure."""
 _TRIES, _PAUSE = 20, 0.02
@@ -84,14 +91,17 @@ class LoadMeter:
         if answers:
             self.answer = _smooth(self.answer, max(busy - prompts * self.token, busy * _LEAST) / answers)
             self._before = now
+        return LoadReport(self.queue(requests), self.token * self.tokens, self.answer)
+
+    def queue(self, requests: AsyncEngine) -> float:
+        """Returns the seconds of work that wait. For the event loop's thread."""
         waiting, answers = 0, 0.0
         for handle in requests.handles:
             begun = handle.first_token is not None
             answers += handle.answers * (_RUNNING if begun else 1.0)
-            if not begun:
+            if not begun and not handle.remote:
                 waiting += handle.prompt_tokens - sum(part.read for part in requests.progress(handle))
-        queue = max(waiting, 0) * self.token + answers * self.answer
-        return LoadReport(queue, self.token * self.tokens, self.answer)
+        return max(waiting, 0) * self.token + answers * self.answer
 
 
 def _smooth(known: float, new: float) -> float:
@@ -134,8 +144,10 @@ class _Call:
 class Replica:
     """The class of the deployment."""
 
-    async def __init__(self, opener: Callable[[Any], OpenedReplica], options: Any) -> None:  # type: ignore[misc]
-        """opener: loads the model that the options name. Serve awaits this method."""
+    async def __init__(self, opener: Callable[[Any], OpenedReplica], options: Any,  # type: ignore[misc]
+                       prefill: Any = None) -> None:
+        """opener: loads the model that the options name. prefill: handle of the replicas that compute long prompts for
+        this one. Serve awaits this method."""
         self._opened = await asyncio.to_thread(opener, options)
         app, worker = self._opened.app, self._opened.worker
         self._states: ReachableStates | None = None
@@ -144,6 +156,12 @@ class Replica:
             self._states = ReachableStates(cache.tree, cache.tiers)
             self._meter = LoadMeter(worker.engine)
             app.state.records.observe = self._observe
+            tier = disk_tier(cache)
+            if prefill and tier:
+                calls = prefill.options(stream=True, method_name="prefill")
+                app.state.engine.remote = PrefillClient(calls, worker, tier)
+            elif prefill:
+                log.warning("%s", NOT_SHARED)
         lifespan = app.router.lifespan_context(app)
         await lifespan.__aenter__()
         self._lifespan: AbstractAsyncContextManager[Any] | None = lifespan
@@ -191,7 +209,7 @@ class Replica:
         request, answer = next(run.sequences())
         prompt = len(request.prompt)
         self._meter.add(prompt, boundaries)
-        found = _RESPONSE_ID.search(call.response) if record.path == RESPONSES_PATH else None
+        found = _RESPONSE_ID.search(call.response) if record.path in STORED_PATHS else None
 
         def learn() -> None:
             tokens = worker.engine.keys_of(request)
@@ -201,6 +219,18 @@ class Replica:
                 states.learn_end(response_key(found[1].decode("latin-1")), boundaries)
 
         worker.ask(learn)
+
+    async def prefill(self, order: PrefillOrder, boundaries: Boundaries) -> AsyncIterator[Sequence[StoredItem]]:
+        """As `prefilled`, for a decode replica."""
+        requests, worker, states = self._opened.app.state.engine, self._opened.worker, self._states
+        assert worker and states
+
+        def learn(keys: array[int]) -> None:
+            states.learn(boundaries, keys, len(keys))
+
+        self._meter.add(len(order.prompt), boundaries)
+        async for items in prefilled(order, requests, worker, self._meter.queue(requests), learn):
+            yield items
 
     async def whole(self, head: Mapping[str, Any]) -> tuple[str, int, bytes]:
         """Returns this replica's name, and status and body of a response to a request without a body."""
@@ -226,8 +256,11 @@ class Replica:
             raise UnavailableError(fault)
 
     def identity(self) -> dict[str, str]:
-        """Returns what must be equal for all replicas, and where this one is."""
-        return {"identity": self._opened.identity, "node": _node()}
+        """Returns what must be equal for all replicas, and where this one is. directory: of the cache, if replicas hand
+        prompts over through it."""
+        worker = self._opened.worker
+        directory = directory_of(disk_tier(worker.engine.runtime.cache)) if worker else 0
+        return {"identity": self._opened.identity, "node": _node(), "directory": str(directory or "")}
 
     def __del__(self) -> Awaitable[None] | None:
         """Serve awaits the result once all requests have ended. Python calls it again, for nothing."""

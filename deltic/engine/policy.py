@@ -30,6 +30,8 @@ STEP = 2 * PAGE
 """The fixed cost of a step (weights are read, rows laid out), in tokens."""
 _RECENT = 5
 """The number of steps in the median of durations. A median ignores outliers."""
+_SLOPES = 3
+"""Pairs of steps, one with twice the tokens of the other, from which the fixed cost of a step is estimated."""
 _STALL = 0.03
 """Seconds of a step with prompts that readers of answers do not notice."""
 _MARGIN = 0.9
@@ -117,7 +119,7 @@ class StepTimes:
     number of prompt tokens, computed from the durations of the last steps.
 
     longest: upper bound in seconds while an answer runs; None: the default, which grows with the time that a step
-    without prompts takes.
+    without prompts takes, and with the fixed cost of one with prompts.
     """
 
     longest: float | None = None
@@ -125,6 +127,11 @@ class StepTimes:
     """Seconds of the last steps without prompt tokens."""
     by_token: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     """Seconds by prompt token of the last steps with at least a page of them."""
+    steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=2 * _RECENT))
+    """Prompt tokens and seconds of these steps."""
+    fixed: float = 0.0
+    """Seconds that such a step takes whatever the number of its tokens: weights are dequantized, or come from the
+    host."""
 
     def add(self, tokens: int, seconds: float) -> None:
         """Record the duration of a step in seconds and its prompt tokens."""
@@ -132,14 +139,31 @@ class StepTimes:
             self.without.append(seconds)
         elif tokens >= PAGE:
             self.by_token.append(seconds / tokens)
+            self.steps.append((tokens, seconds))
+            slopes = [(longer - shorter) / (more - few) for more, longer in self.steps for few, shorter in self.steps
+                      if more >= 2 * few]
+            if len(slopes) >= _SLOPES:
+                slope = max(median(slopes), 0.0)
+                self.fixed = max(median(taken - slope * size for size, taken in self.steps), 0.0)
 
     def limit(self, budget: int, answers: bool, burst: bool = False) -> int:
         """Upper bound for the prompt tokens of a step. answers: the step also decodes. burst: as `is_burst`."""
         if not self.by_token:
             wanted = budget // 4 if answers else budget
         else:
-            wanted = int(_MARGIN * self._seconds(answers, burst) / median(self.by_token))
+            wanted = self._tokens(_MARGIN * self._seconds(answers, burst), answers and self.longest is not None)
         return min(max(wanted, PAGE), budget)
+
+    def _tokens(self, seconds: float, strictly: bool) -> int:
+        """Prompt tokens that a step processes in so many seconds, or, unless `strictly`, in as many as its fixed cost
+        takes: shorter pieces would spend most of the time on that."""
+        recent = [*self.steps][-_RECENT:]
+        fixed = min(self.fixed, *(_MARGIN * taken for _, taken in recent))
+        by_token = median((taken - fixed) / tokens for tokens, taken in recent)
+        wanted = (seconds - fixed) / by_token
+        if not strictly:
+            wanted = max(wanted, min(fixed / by_token, 2 * max(tokens for tokens, _ in recent)))
+        return int(wanted)
 
     def _seconds(self, answers: bool, burst: bool) -> float:
         if answers and self.longest is not None:

@@ -8,12 +8,13 @@ preempted and processed again later.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as List
 from functools import partial
 
 from deltic.cache.handles import SequenceCache
+from deltic.cache.lineage import Line
 from deltic.cache.manager import HybridCache
 from deltic.engine.policy import (
     QUANTUM,
@@ -39,7 +40,8 @@ processed, so that scheduling does not slow down with the number of waiting sequ
 _MAX_HELD = 256
 """Sequences per step that are passed over because they wait for others."""
 _MAX_LOADS = 4
-"""Prompts that tiers may read at the same time: their content waits in memory."""
+"""Prompts that tiers may read at the same time: their content waits in memory. As many branches that wait for relatives
+may have content, too."""
 _MAX_SCORED = 32
 """Prompt tokens per step whose log probabilities are computed: each costs as much as the end of a prompt, and as much
 memory as the vocabulary is large."""
@@ -289,30 +291,34 @@ class Scheduler:
         """Starts waiting sequences in order, except those whose prefix a running sequence processes or a tier loads.
         leaving: running sequences whose places become free. Returns the running sequences that others wait for, each
         with the nearest position that is waited for."""
-        held, awaited, examined, loads = list[Sequence](), dict[Sequence, int](), 0, 0
+        held, awaited, examined, loads = list[Sequence](), dict[Sequence, int](), 0, Counter[bool]()
         while (self.waiting and len(self.running) - leaving < self.max_batch
                and examined < _MAX_NEW_WAITS and len(held) < _MAX_HELD):
             sequence = self.waiting.popleft()
             if not sequence.held:
                 examined += 1
                 try:
-                    waits = self._await_prefix(sequence) or self._await_load(sequence, loads < _MAX_LOADS)
+                    waits = self._await_prefix(sequence) or self._await_load(
+                        sequence, loads[sequence.queue.passed] < _MAX_LOADS)
                     if not waits:
                         sequence.cache = self._allocate(sequence)
                 except Exception as error:
                     self.failed.append((sequence, error))
                     waits = True
                 if not waits:
-                    if sequence.cache is None:
+                    if sequence.cache is not None:
+                        sequence.queue.turn, sequence.queue.passed = self._step, False
+                        self._end_rest(sequence)
+                        self.running.append(sequence)
+                        examined -= 1
+                        continue
+                    if not self.cache.spared:
                         self.waiting.appendleft(sequence)
                         break
-                    sequence.queue.turn = self._step
-                    self._end_rest(sequence)
-                    self.running.append(sequence)
-                    examined -= 1
-                    continue
+                    if not sequence.queue.passed:  # what it has loaded must not keep others from loading
+                        sequence.queue.passed, sequence.queue.load = True, None
             held.append(sequence)
-            loads += sequence.queue.load is not None and sequence.queue.load.begun
+            loads[sequence.queue.passed] += sequence.queue.load is not None and sequence.queue.load.begun
             if sequence.queue.prefix_wait:
                 position, other = sequence.queue.prefix_wait
                 awaited[other] = min(position, awaited.get(other, position))
@@ -370,8 +376,7 @@ class Scheduler:
         room = len(sequence.tokens) + 1 if self.running else 0
         fork, cache, keys, known = sequence.queue.fork_point, None, sequence.own_keys(), sequence.key_array
         if fork is not None:
-            if self.cache.accounts.make_room(-(-room // PAGE) - fork.snapshot.done // PAGE):
-                cache = self.cache.fork(fork.snapshot, keys)
+            cache = self.cache.fork(fork.snapshot, keys, room)
             if cache is None and self.running:
                 return None
             self._leave_fork(sequence)
@@ -392,18 +397,23 @@ class Scheduler:
         return cache
 
     def _grant(self, sequence: Sequence, count: int, scheduled: list[Scheduled]) -> int:
-        """Returns up to `count` tokens that have pages, at least one if possible: takes them from states that would be
-        kept, from the prompt ends that waiting choices would fork, then from the youngest running sequences."""
+        """Returns up to `count` tokens that have pages, at least one if possible: takes them from the prompt ends that
+        waiting choices would fork, then from the youngest running sequences."""
         assert sequence.cache is not None
         while not (granted := self.cache.reserve(sequence.cache, count)):
-            if self.cache.states.drop_checkpoint() or self._drop_fork():
+            if self._drop_fork():
                 continue
-            victim = self.running[-1]
+            victim = self._youngest(sequence.cache.line if self.cache.spared else None)
             self._preempt(victim)
             scheduled[:] = [each for each in scheduled if each[0] is not victim]
             if victim is sequence:
                 return 0
         return granted
+
+    def _youngest(self, line: Line | None) -> Sequence:
+        """The youngest running sequence, of the trunk of a line if one is given."""
+        lines = ((one, one.cache and one.cache.line) for one in reversed(self.running))
+        return next(one for one, own in lines if line is None or (own and own.trunk is line.trunk))
 
     def _drop_fork(self) -> bool:
         """Makes the youngest waiting choices process their prompt themselves."""
@@ -429,7 +439,7 @@ class Scheduler:
         if resting:
             sequence.queue.rest = self.cache.preempt(cache, keep=sound)
         else:
-            self.cache.release(cache, keep=sound)
+            self.cache.release(cache, keep=sound, ended=False)
         # drafts need the delta log that they were made for
         sequence.cache, sequence.drafts.tokens, sequence.sampler.logits = None, (), None
 

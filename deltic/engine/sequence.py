@@ -86,6 +86,7 @@ class QueueState:
     turn: the step since which it runs or waits without a break.
     rest: the state to resume, if it was preempted at the end of its quantum.
     line: the conversation that it belongs to, once it has run.
+    passed: others are admitted before it, as it waits for relatives.
     """
 
     fork_point: ForkPoint | None = None
@@ -95,6 +96,7 @@ class QueueState:
     turn: int = 0
     rest: PreemptedState | None = None
     line: Line | None = None
+    passed: bool = False
 
 
 @dataclass(slots=True)

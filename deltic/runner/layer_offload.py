@@ -27,7 +27,7 @@ _CONTEXT = 16384
 """Context for which layers are offloaded if the options give none, in tokens."""
 _KEPT_STATES = 1
 """Least number of states for kept prefixes: without one each turn would compute its whole conversation again."""
-_MARGIN = 256 << 20
+_MARGIN = 640 << 20
 """Bytes that weights may take beyond their size: allocators round up, and kernels are loaded."""
 
 PlanCache = Callable[[EngineConfig, CardMemory], MemoryPlan]

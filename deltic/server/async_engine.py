@@ -10,12 +10,12 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from deltic.config import Limits
 from deltic.engine.policy import to_give_up
@@ -46,6 +46,18 @@ class Health:
     requests: int
 
 
+class RemotePrefill(Protocol):
+    """Lets other processes compute prompts, which come back through a tier of the cache. outcomes: counts of them."""
+
+    outcomes: Mapping[str, int]
+
+    def order(self, request: EngineRequest) -> Any:
+        """Returns what `compute` needs, or None if the prompt is better computed here. For the worker's thread."""
+
+    async def compute(self, order: Any) -> None:
+        """Returns once the prompt is in the tier, or cannot be. Is cancelled if the request ends before."""
+
+
 class RequestHandle:
     """Iterates over the events of some requests. Close it when they are not needed any more.
 
@@ -69,6 +81,8 @@ class RequestHandle:
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.held = False
         """True while the requests pause."""
+        self.remote: set[asyncio.Task[None]] = set()
+        """Prompts that other processes compute. Their requests pause meanwhile."""
         self._left = {request.id: request.choices for request in requests}
         self._begun: set[tuple[str, int]] = set()
         self._limits = limits
@@ -130,6 +144,8 @@ class RequestHandle:
         """Drops what is not finished."""
         if self._timer:
             self._timer.cancel()
+        for task in self.remote:
+            task.cancel()
         self._abort(self)
         self._left.clear()
 
@@ -247,11 +263,12 @@ class AsyncEngine:
     """Connects a worker to the event loop that calls `start`.
 
     places: answers that run at once. displaced, unread: requests that ended for other clients, and because they were
-    not read.
+    not read. remote: computes long prompts elsewhere.
     """
 
     def __init__(self, worker: Worker, places: int, limits: Limits, stuck_after: float = STUCK_AFTER) -> None:
         self.displaced = self.unread = 0
+        self.remote: RemotePrefill | None = None
         self._worker = worker
         self._places, self._limits = places, limits
         self._stuck_after = stuck_after
@@ -297,13 +314,47 @@ class AsyncEngine:
         handle = RequestHandle(requests, self._limits, before=before, abort=self._abort, pause=self._pause,
                                on_unread=self._count_unread)
         self._handles |= dict.fromkeys(handle.requests, handle)
-        self._worker.submit(requests, self, partial(self._post, handle.admit))
+        self._worker.submit(requests, self, partial(self._admit, handle))
         try:
             await handle.admitted
         except BaseException:
             handle.close()
             raise
         return handle
+
+    def _admit(self, handle: RequestHandle, error: Exception | None) -> None:
+        """Called by the worker before the first step of the requests."""
+        orders = dict[str, Any]()
+        for request in handle.asked if self.remote and not error else ():
+            order = self._order(request)
+            if order is not None:
+                orders[request.id] = order
+                self._worker.engine.pause(request.id)
+        self._post(self._admitted, handle, error, orders)
+
+    def _order(self, request: EngineRequest) -> Any:
+        try:
+            return self.remote.order(request) if self.remote else None
+        except Exception:
+            log.exception("a prompt is computed here, because it cannot be handed over")
+            return None
+
+    def _admitted(self, handle: RequestHandle, error: Exception | None, orders: Mapping[str, Any]) -> None:
+        handle.admit(error)
+        for request, order in orders.items() if handle.open else ():
+            task = self.loop.create_task(self._compute(request, order))
+            handle.remote.add(task)
+            task.add_done_callback(handle.remote.discard)
+
+    async def _compute(self, request: str, order: Any) -> None:
+        """Resumes a request when another process has computed its prompt, or cannot."""
+        try:
+            assert self.remote
+            await self.remote.compute(order)
+        except Exception:
+            log.exception("a prompt is computed here, because it could not be handed over")
+        finally:
+            self._worker.ask(partial(self._worker.engine.resume, request))
 
     def check_room(self, client: str) -> None:
         """BusyError if there is no room for one more answer of a client. UnavailableError if the engine has ended."""

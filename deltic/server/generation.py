@@ -278,7 +278,7 @@ class ServedModel:
 
     def token_bytes(self, token: int) -> bytes:
         """Returns the bytes of a token, or a placeholder with its id if there is no tokenizer."""
-        return self.tokenizer.token_bytes(token) if self._has_words else f"token_id:{token}".encode()
+        return self.tokenizer.token_bytes(token) if self._has_words else id_name(token).encode()
 
     def text(self, prompt: str | Sequence[int]) -> str:
         """Returns a prompt as text."""
@@ -300,6 +300,11 @@ async def _compile(record: RequestRecord, prepared: Sequence[PreparedRequest]) -
     """Compiles grammars, in the client's turn."""
     if any(each.grammar for each in prepared):
         await record.executors.grammars.run(record.client_id, lambda: [each.compiled() for each in prepared])
+
+
+def id_name(token: int) -> str:
+    """Returns a name for a token that does not depend on its text, as in vLLM."""
+    return f"token_id:{token}"
 
 
 def public_name(llm: LLM) -> str:

@@ -33,11 +33,20 @@ class Metric:
     label: str = ""
 
 
+class RemoteCounts(Protocol):
+    """Counts prompts that other replicas were to compute."""
+
+    outcomes: Mapping[str, int]
+
+
 class Ended(Protocol):
-    """Counts requests that the server has ended."""
+    """Counts requests that the server has ended, or handed over."""
 
     displaced: int
     unread: int
+
+    @property
+    def remote(self) -> RemoteCounts | None: ...
 
 
 def exposition(models: Mapping[str, EngineSnapshot], responses: Mapping[int, int], lost_lines: int = 0) -> str:
@@ -125,6 +134,9 @@ _ENDED: Final = (
            attrgetter("displaced")),
     Metric("requests_unread_total", "counter", "Requests that ended because their client did not read.",
            attrgetter("unread")),
+    Metric("remote_prefills_total", "counter", "Prompts for prefill replicas, by outcome: done there, computed here "
+           "because they were busy or failed, or without a client meanwhile.",
+           lambda now: now.remote and now.remote.outcomes, "outcome"),
 )
 
 _ENGINE: Final = (

@@ -19,7 +19,7 @@ from deltic.chat.choices import Choice, ChoiceDelta, TokenScore
 from deltic.chat.output_router import AnswerText, Delta, ToolDelta
 from deltic.params import Finish, TokenLogprobs, Usage
 from deltic.server.errors import openai_event
-from deltic.server.generation import GenerationStream, ServedModel
+from deltic.server.generation import GenerationStream, ServedModel, id_name
 from deltic.server.http import EventStream, dump, event, written
 from deltic.server.models import ModelRegistry
 from deltic.server.openai_schema import (
@@ -50,13 +50,15 @@ def routes(models: ModelRegistry, check: Check) -> list[Route]:
         run = await served.start(request, [prepared], "messages", not body.stream, body.notes.sent,
                                  "" if body.store is False else id)
         hidden = prepared.texts.again if body.include_reasoning is False else None
-        formatter = ChatFormatter(served.token_bytes, bool(body.logprobs), hidden)
+        formatter = ChatFormatter(served.token_bytes, bool(body.logprobs), hidden,
+                                  bool(body.return_tokens_as_token_ids))
         return await _answer(request, served, run, formatter, body, id, prepared.request.ids)
 
     async def complete(request: Request) -> Response:
         served, body, (prepared, echo) = await models.read(request, CompletionRequest, prepare_completions)
         run = await served.start(request, prepared, "prompt", not body.stream, body.notes.sent)
-        formatter = CompletionFormatter(served.token_bytes, body.logprobs is not None, echo)
+        formatter = CompletionFormatter(served.token_bytes, body.logprobs is not None, echo,
+                                        bool(body.return_tokens_as_token_ids))
         return await _answer(request, served, run, formatter, body, CompletionFormatter.prefix + uuid.uuid4().hex)
 
     return [ApiRoute("/v1/chat/completions", chat, check, body=ChatRequest),
@@ -142,17 +144,19 @@ class ChatFormatter:
     """Formats the choices of one chat completion.
 
     scored: logprobs are wanted. hidden: if the thinking is not wanted, returns the text of an answer without tokens,
-    which finds the tokens of the thinking.
+    which finds the tokens of the thinking. as_ids: logprobs name tokens by their ids.
     """
 
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl-"
 
-    def __init__(self, token_bytes: Spell, scored: bool, hidden: Callable[[], AnswerText] | None = None) -> None:
+    def __init__(self, token_bytes: Spell, scored: bool, hidden: Callable[[], AnswerText] | None = None,
+                 as_ids: bool = False) -> None:
         self._token_bytes = token_bytes
         self._scored = scored
         self._hidden = hidden
+        self._as_ids = as_ids
         self._begun: set[int] = set()
         self._texts: dict[int, AnswerText] = {}
         self._scores: dict[int, list[TokenScore]] = {}
@@ -211,14 +215,15 @@ class ChatFormatter:
 
     def _scored_token(self, score: TokenScore) -> Json:
         found = score.logprobs
-        tops = [scored_token(self._token_bytes, *other) for other in found.top]
-        return scored_token(self._token_bytes, score.token, found.token) | {"top_logprobs": tops}
+        tops = [scored_token(self._token_bytes, *other, self._as_ids) for other in found.top]
+        return scored_token(self._token_bytes, score.token, found.token, self._as_ids) | {"top_logprobs": tops}
 
 
-def scored_token(spell: Spell, token: int, logprob: float) -> Json:
-    """Returns a token and its logprob."""
+def scored_token(spell: Spell, token: int, logprob: float, as_id: bool = False) -> Json:
+    """Returns a token and its logprob. as_id: it is named by its id."""
     spelled = spell(token)
-    return {"token": spelled.decode("utf-8", "replace"), "logprob": max(logprob, LEAST), "bytes": list(spelled)}
+    name = id_name(token) if as_id else spelled.decode("utf-8", "replace")
+    return {"token": name, "logprob": max(logprob, LEAST), "bytes": list(spelled)}
 
 
 def _delta(delta: Delta) -> Json:
@@ -239,15 +244,16 @@ def _reason(finish: Finish, called: bool) -> str:
 
 
 class CompletionFormatter:
-    """Formats the choices of one completion. scored: logprobs are wanted."""
+    """Formats the choices of one completion. scored: logprobs are wanted. as_ids: they name tokens by their ids."""
 
     whole_kind = "text_completion"
     chunk_kind = "text_completion"
     prefix = "cmpl-"
 
-    def __init__(self, token_bytes: Spell, scored: bool, echo: PromptEcho) -> None:
+    def __init__(self, token_bytes: Spell, scored: bool, echo: PromptEcho, as_ids: bool = False) -> None:
         self._token_bytes = token_bytes
         self._scored = scored
+        self._as_ids = as_ids
         self._echo = echo
         self._begun: set[int] = set()
 
@@ -298,6 +304,8 @@ class CompletionFormatter:
         return {self._name(token): max(logprob, LEAST) for token, logprob in reversed(score.logprobs.top)}
 
     def _name(self, token: int) -> str:
+        if self._as_ids:
+            return id_name(token)
         spelled = self._token_bytes(token)
         try:
             return spelled.decode()

@@ -89,6 +89,7 @@ class _CommonFields(SamplingFields):
     service_tier: str | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    return_tokens_as_token_ids: bool | None = None
     # vLLM's names for what an answer has to look like, besides OpenAI's
     response_format: Any = None
     structured_outputs: Any = None
@@ -166,6 +167,7 @@ class ChatRequest(_CommonFields):
 
     messages: list[Any]
     fork_from: Any = None
+    prefix_token_ids: list[int] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -358,7 +360,7 @@ def prepare_chat(served: ServedModel, body: ChatRequest, translated: bool = Fals
     prepared = processor.chat(
         messages, body.sampling(served.limits), tools=tools, history=fork or body.history,
         variables=body.variables(partial(processor.knows, tools=tools)), thinking_budget=body.thinking_budget,
-        pictures=served.pictures, answer=AnswerForm(choice, body.output_format()))
+        pictures=served.pictures, answer=AnswerForm(choice, body.output_format(), _beginning(served, body)))
     prepared = _truncated(served, body, prepared)
     _check_scores(served, [prepared])
     if not translated:
@@ -409,6 +411,16 @@ def _infilled(served: ServedModel, prompt: str | list[int], infill: Infill, body
     if ids[:len(before)] == before:
         ids = ids[len(before):]
     return [*before, *infill.ids(ids, behind)]
+
+
+def _beginning(served: ServedModel, body: ChatRequest) -> tuple[int, ...]:
+    """Returns the tokens that the answer begins with."""
+    tokens, size = body.prefix_token_ids or [], served.llm.runtime.config.vocab_size
+    for place, token in enumerate(tokens):
+        if not 0 <= token < size:
+            raise RequestError(f"prefix_token_ids[{place}] must be a token id from 0 to {size - 1}, not {show(token)}",
+                               "prefix_token_ids")
+    return tuple(tokens)
 
 
 def _unbounded(served: ServedModel, body: _CommonFields) -> ServedModel:

@@ -112,6 +112,12 @@ class CacheDirectory:
                 f"cache_dir {str(directory)!r} cannot be used ({place}: {reason}); name a directory that you own and "
                 "may write to, or leave cache_dir out to keep nothing on disk", "cache_dir") from error
 
+    @property
+    def number(self) -> int:
+        """A random number by which processes on different machines recognise a directory that they share; 0: none."""
+        with self.read() as index:
+            return _number_of(index)
+
     # the index
 
     def _open_index(self) -> None:
@@ -173,10 +179,12 @@ class CacheDirectory:
         def version() -> int:
             return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
-        if not version() and self.writable:
+        if self.writable and not (version() and _number_of(connection)):
             connection.execute("BEGIN IMMEDIATE")
             for statement in () if version() else _TABLES:
                 connection.execute(statement)
+            if not _number_of(connection):
+                connection.execute(f"PRAGMA application_id = {1 + secrets.randbits(30)}")
             connection.execute("COMMIT")
         if version() != VERSION:
             raise OSError(errno.EINVAL, f"its format is version {version()}, not {VERSION}", str(self.index))
@@ -252,6 +260,10 @@ class CacheDirectory:
                 Path(entry).unlink(missing_ok=True)
         if old:
             log.warning("%s: the prefixes of an earlier version of deltic were deleted", self.root)
+
+
+def _number_of(index: sqlite3.Connection) -> int:
+    return int(index.execute("PRAGMA application_id").fetchone()[0])
 
 
 def root_of(directory: str | Path) -> Path:

@@ -118,6 +118,16 @@ class DiskStore(TierStore):
     def ready(self) -> bool:
         return self._model.done()
 
+    @property
+    def number(self) -> int:
+        """As `CacheDirectory.number`."""
+        return self._directory.number
+
+    @property
+    def model(self) -> str:
+        """The model's digest; empty if it is not known yet."""
+        return self._model.result() if self._has_items() else ""
+
     def scan(self) -> Iterator[StoredItem]:
         if self.writable:
             with self._transaction() as index:

@@ -195,6 +195,44 @@ class TierIndex:
         reader = _Inline() if in_memory else self._reader
         return _submit(reader, read_prefix, partial(read_item, self.store, validator), items, entry.state, writing)
 
+    def written(self, tokens: Sequence[int]) -> list[StoredItem]:
+        """Returns the items of the deepest written prefix that `tokens` begin with, for `adopt` in another process."""
+        self._settle()
+        for entry in reversed([*self._matching(tokens)]):
+            usable = entry.state and (entry.done < len(tokens) or entry.state.kind == "final")
+            if usable and not any(part.writing for part in entry.path):
+                return [item for part in entry.path for item in part.items]
+        return []
+
+    def writing(self, tokens: Sequence[int]) -> list[Future[int]]:
+        """Returns what is being written of the prefixes that `tokens` begin with."""
+        return [future for entry in self._matching(tokens) for future in entry.writing]
+
+    def adopt(self, items: Sequence[StoredItem]) -> None:
+        """Takes note of items that another process has written to the store, without a scan."""
+        self._settle()
+        adopted: list[PrefixEntry] = []
+        for item in sorted(items, key=lambda item: (item.done, item.kind != "kv")) if self._there else ():
+            entry, parent = self._entries.get(item.key), self._entries.get(item.parent) if item.parent else self._root
+            if entry is None and item.kind == "kv" and parent and parent.done == item.start < item.done:
+                entry = self._add(item.key, item.done, parent)
+                entry.kv = item
+                self.bytes += item.size
+            elif entry and item.kind != "kv" and not (entry.state and item.kind in (entry.state.kind, "state")):
+                self._drop_state(entry, prune=False)
+                entry.state = item
+                self.bytes += item.size
+                self.prefixes += 1
+            if entry:
+                entry.used = max(time.time(), entry.used)  # a scan that began before this may have missed it
+                adopted.append(entry)
+        for entry in reversed(adopted):
+            if entry.kv and not entry.needed and entry.key in self._entries:
+                self.bytes -= entry.kv.size
+                self._unlink(entry)
+        while self.bytes > self.budget and self._evict(self._root):
+            pass
+
     def lose(self, item: StoredItem) -> None:
         """Removes an item that cannot be read, and what depends on it."""
         entry = self._entries.get(item.key)

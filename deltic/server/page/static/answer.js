@@ -2,14 +2,16 @@
 
 import {chat} from "./api.js";
 import {grow, path, wire} from "./conversation.js";
+import {prompted, sampled, wantsTokens} from "./settings.js";
 import * as store from "./store.js";
+import {askForTokens} from "./tokens.js";
 
 const SAVE_EVERY = 1000; // milliseconds
 
 export const running = new Map(); // by the conversation's id: {node, abort}
 
 // Streams an answer into the node. shown(talk, node): called when there is something new, ended or not.
-export async function answer(talk, node, settings, shown) {
+export async function answer(talk, node, shown) {
   const stopping = new AbortController();
   running.set(talk.id, {node, abort: () => stopping.abort()});
   node.began = Date.now();
@@ -20,8 +22,7 @@ export async function answer(talk, node, settings, shown) {
     shown(talk, node);
   };
   try {
-    const messages = wire(path(talk, node.parent), settings.system);
-    for await (const chunk of chat({...settings.fields(), messages}, stopping.signal)) {
+    for await (const chunk of chat(request(talk, node), stopping.signal)) {
       grow(node, chunk, Date.now());
       frame ??= requestAnimationFrame(later);
       if (Date.now() - saved > SAVE_EVERY) {
@@ -40,6 +41,16 @@ export async function answer(talk, node, settings, shown) {
     await store.put(talk);
     shown(talk, node);
   }
+}
+
+// The request for an answer. One that continues tokens has the same prompt as the answer that they are of.
+function request(talk, node) {
+  const asked = node.asked ?? prompted();
+  const {system, ...fields} = asked;
+  const body = {...fields, ...sampled(), messages: wire(path(talk, node.parent), system)};
+  if (!wantsTokens() && !node.tokens) return body;
+  node.asked = asked;
+  return askForTokens(body, node);
 }
 
 function fail(node, error) {

@@ -7,9 +7,11 @@ import {byId, download, el, toast} from "./dom.js";
 import {panelIsOpen, togglePanel} from "./engine.js";
 import {messageView} from "./message.js";
 import {attachments, bindAttachments, clearAttachments} from "./attachments.js";
-import {bindSettings, chooseModel, fields, openSettings, settings} from "./settings.js";
+import {askForAlternatives, bindSettings, chooseModel, openSettings, prompted, settings} from "./settings.js";
 import {showList} from "./sidebar.js";
 import * as store from "./store.js";
+import {inspected} from "./tokens.js";
+import {bindTree, showTree, toTree} from "./tree.js";
 
 const NARROW = matchMedia("(max-width: 760px)");
 const TOUCH = matchMedia("(pointer: coarse)");
@@ -44,14 +46,20 @@ function viewOf(node, last) {
   const siblings = versions(talk, node);
   return messageView(node, {at: siblings.indexOf(node), of: siblings.length}, {
     edit: (old, content) => send(content, old.parent, {images: old.images, files: old.files}),
-    regenerate: (old) => start(old.parent),
-    choose: (old, index) => {
-      choose(talk, versions(talk, old)[index]);
-      store.put(talk);
-      showTalk();
-    },
+    regenerate: (old) => start(old.parent, old.error ? begunWith(old) : {}),
+    choose: (old, index) => showBranch(versions(talk, old)[index]),
     results: last ? sendResults : null,
+    branch: last ? null : continueFrom,
+    inspect,
+    alternative: continueWith,
   });
+}
+
+// Shows the branch of a message, with what came after it last.
+function showBranch(node) {
+  choose(talk, node);
+  store.put(talk);
+  showTalk();
 }
 
 const isRunning = (node) => running.get(talk.id)?.node === node;
@@ -62,6 +70,7 @@ function showState() {
   byId("send").hidden = busy;
   byId("stop").hidden = !busy;
   byId("send").disabled = nothing();
+  showTree(talk, running.get(talk.id)?.node, showBranch);
   showList(talk.id, running, {open, removed, restored: (old) => open(old.id), renamed: showTalk});
 }
 
@@ -90,10 +99,12 @@ async function send(text, parent = talk.leaf, {images, files} = {}) {
   await start(node.id);
 }
 
-async function start(parent) {
+// more: what an answer has that continues tokens.
+async function start(parent, more = {}) {
   if (running.has(talk.id)) return;
-  const node = add(talk, parent, {role: "assistant", content: "", reasoning: "", calls: []});
-  const work = answer(talk, node, {system: settings.system, fields}, grown);
+  const node = add(talk, parent, {role: "assistant", content: "", reasoning: "", calls: [], ...more});
+  if (more.begun) inspected.add(node.id);
+  const work = answer(talk, node, grown);
   store.put(talk);
   showTalk();
   await work;
@@ -105,6 +116,37 @@ function sendResults(node, results) {
     parent = add(talk, parent, {role: "tool", call: call.id, name: call.name, content: results[index]}).id;
   });
   start(parent);
+}
+
+const beginning = (node, tokens) => ({tokens, begun: tokens.length, asked: node.asked});
+const begunWith = (node) => (node.begun ? beginning(node, node.tokens.slice(0, node.begun)) : {});
+
+// The next message follows this answer, in a branch of its own.
+function continueFrom(node) {
+  talk.leaf = node.id;
+  store.put(talk);
+  showTalk();
+  input.focus();
+}
+
+// Another answer with the same tokens up to one, and this one in its place.
+function continueWith(node, index, [id, text, logprob]) {
+  const {model} = node.asked;
+  if (running.has(talk.id)) toast("Wait for the answer, or stop it.");
+  else if (model !== prompted().model) toast(`These tokens are of the model ${model}: choose it first.`);
+  else {
+    const chosen = [id, text, logprob, node.tokens[index][3]];
+    start(node.parent, beginning(node, [...node.tokens.slice(0, index), chosen]));
+  }
+}
+
+// The answer once more, with tokens, as all later ones.
+function inspect(node) {
+  if (running.has(talk.id)) return;
+  askForAlternatives();
+  start(node.parent);
+  inspected.add(talk.leaf);
+  showTalk();
 }
 
 function open(id) {
@@ -193,7 +235,8 @@ function showModel(found, chosen) {
 
 // Keys and buttons
 
-const KEYS = {KeyN: newTalk, KeyE: () => togglePanel(), KeyT: nextTheme, KeyB: () => showSidebar(), Comma: openSettings};
+const KEYS = {KeyN: newTalk, KeyE: () => togglePanel(), KeyT: nextTheme, KeyB: () => showSidebar(), KeyR: toTree,
+  Comma: openSettings};
 
 function pressed(event) {
   const writing = event.target.closest?.("input, textarea, select");
@@ -255,6 +298,7 @@ async function forgetAll() {
 bind();
 byId("ideas").append(...IDEAS.map((text) => el("button.idea", {type: "button", onclick: () => send(text)}, text)));
 showSidebar(!NARROW.matches);
+bindTree(!NARROW.matches);
 settle(await store.load());
 if (store.find(location.hash.slice(1))) open(location.hash.slice(1));
 else showTalk();

@@ -1,7 +1,10 @@
 // A conversation is a tree of messages: editing and regenerating add a sibling, so that nothing is ever lost.
 // {id, title, created, updated, leaf, nodes: {id: {id, parent, at, role, content, ...}}}
+// An answer whose tokens were asked for has `tokens`; `asked`, what its prompt depends on; and `begun`, the number of
+// tokens that the request had.
 
 import {freshId} from "./dom.js";
+import {keepTokens} from "./tokens.js";
 
 const TITLE = 60;
 
@@ -85,6 +88,7 @@ export function grow(node, chunk, now) {
   if (chunk.usage) node.usage = chunk.usage;
   const choice = chunk.choices?.[0];
   if (!choice) return;
+  if (choice.logprobs?.content) keepTokens(node, choice.logprobs.content);
   if (choice.finish_reason) node.finish = choice.finish_reason;
   const {content, reasoning_content: thought, reasoning, tool_calls: calls} = choice.delta ?? {};
   if (content || thought || reasoning || calls) node.first ??= now;

@@ -3,11 +3,12 @@
 import {codeBlock, coloured} from "./code.js";
 import {button, copy, el, icon, toast} from "./dom.js";
 import {Growing} from "./markdown.js";
+import {TokenView, inspected} from "./tokens.js";
 
 const ENDS = {length: "The answer reached its limit of tokens.", stopped: "Stopped."};
 
 // The view of a message: {root, show(running)}. versions: {at, of}, which of its siblings it is.
-// act: {edit, regenerate, choose, retry, results}.
+// act: {edit, regenerate, choose, results, branch, inspect, alternative}.
 export function messageView(node, versions, act) {
   if (node.role === "user") return userView(node, versions, act);
   if (node.role === "tool") return toolView(node);
@@ -62,14 +63,23 @@ function answerView(node, versions, act) {
   const calls = el(".calls");
   const foot = el(".foot");
   const parts = {fold, thinking: new Growing(thought), content: new Growing(content), calls, foot};
-  const root = el("article.message.answer", {"data-id": node.id, "aria-label": "Answer"}, fold, content, calls, foot);
+  const tokens = new TokenView(node, act);
+  const root = el("article.message.answer", {"data-id": node.id, "aria-label": "Answer"}, fold, content, tokens.root, calls,
+    foot);
   const show = (running) => {
     root.classList.toggle("running", running);
+    root.classList.toggle("inspected", inspected.has(node.id));
+    if (inspected.has(node.id)) tokens.show(running);
     root.classList.toggle("empty", !node.content && !node.reasoning && !node.calls.length);
     showThinking(node, parts, running);
     parts.content.show(node.content, !running);
     showCalls(node, parts.calls, running, act);
-    foot.replaceChildren(...(running ? [] : footOf(node, versions, act)));
+    foot.replaceChildren(...(running ? [] : footOf(node, versions, act, toggle)));
+  };
+  const toggle = () => {
+    if (!inspected.delete(node.id)) inspected.add(node.id);
+    show(false);
+    root.querySelector(".inspect").focus();
   };
   return {root, show};
 }
@@ -99,14 +109,17 @@ function showCalls(node, root, running, act) {
     el("button.primary", {type: "button", onclick: send}, cards.length > 1 ? "Send results" : "Send result"))] : []));
 }
 
-function footOf(node, versions, act) {
+function footOf(node, versions, act, toggle) {
   const said = [];
   if (node.error) {
     said.push(el(".problem", {role: "alert"}, icon("i-alert"), el("span", {}, node.error),
       el("button.quiet", {type: "button", onclick: () => act.regenerate(node)}, "Try again")));
-  } else if (ENDS[node.finish]) said.push(el("p.note", {}, ENDS[node.finish]));
+  } else if (ENDS[node.finish] && node.usage?.completion_tokens !== 0) said.push(el("p.note", {}, ENDS[node.finish]));
   said.push(el(".actions", {}, pager(node, versions, act), copyButton(() => node.content || JSON.stringify(node.calls)),
-    button("i-again", "Regenerate", () => act.regenerate(node)), figures(node)));
+    button("i-again", "Regenerate", () => act.regenerate(node)),
+    act.branch && !node.calls.length && button("i-branch", "Continue from here", () => act.branch(node)),
+    el("button.quiet.inspect", {type: "button", title: "Tokens and their alternatives", "aria-label": "Tokens",
+      "aria-pressed": String(inspected.has(node.id)), onclick: toggle}, icon("i-tokens")), figures(node)));
   return said;
 }
 

@@ -4,7 +4,8 @@ import {apiKey, keepApiKey} from "./api.js";
 import {byId, toast} from "./dom.js";
 
 const KEPT = "deltic.settings";
-const DEFAULTS = {system: "", thinking: "", temperature: "", top_p: "", max_tokens: "", seed: "", tools: ""};
+const DEFAULTS = {system: "", thinking: "", temperature: "", top_p: "", max_tokens: "", seed: "", tools: "",
+  alternatives: ""};
 let sent = ""; // the model that requests name
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const EXAMPLE = [{type: "function", function: {name: "get_weather", description: "The weather of a city",
@@ -20,14 +21,26 @@ function read() {
   }
 }
 
-// The fields of a request that follow from the settings; what is empty is left to the server.
-export function fields() {
-  const given = sent ? {model: sent} : {};
-  for (const name of NUMBERS) if (settings[name] !== "") given[name] = Number(settings[name]);
+// What the prompt of a request depends on, beside its messages; what is empty is left to the server.
+export function prompted() {
+  const given = {system: settings.system, ...(sent ? {model: sent} : {})};
   if (settings.thinking) given.enable_thinking = settings.thinking === "on";
   const tools = toolsOf(settings.tools);
   if (tools.length) given.tools = tools;
   return given;
+}
+
+// The other fields that follow from the settings.
+export function sampled() {
+  const given = NUMBERS.filter((name) => settings[name] !== "");
+  return Object.fromEntries(given.map((name) => [name, Number(settings[name])]));
+}
+
+export const wantsTokens = () => settings.alternatives === "on";
+
+export function askForAlternatives() {
+  settings.alternatives = "on";
+  localStorage.setItem(KEPT, JSON.stringify(settings));
 }
 
 // The model of the next requests, which is kept where there is a choice.
