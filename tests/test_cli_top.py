@@ -283,19 +283,23 @@ def test_the_table_is_renewed_until_ctrl_c(served: Served) -> None:
     with answering(lambda: left.pop(0) if len(left) > 1 else left[0]) as url:
         command = [sys.executable, "-m", "deltic", "top", url]
         process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave,
-                                   env=os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"})
+                                   env=os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"},
+                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
         os.close(slave)
         text, deadline = "", time.monotonic() + 60
         while "m2" not in text and time.monotonic() < deadline:
             if select.select([master], [], [], 1)[0]:
                 text += os.read(master, 1 << 16).decode(errors="replace")
         process.send_signal(signal.SIGINT)
-        while select.select([master], [], [], 5)[0]:
+        while select.select([master], [], [], 5)[0] and time.monotonic() < deadline:
             try:
                 text += os.read(master, 1 << 16).decode(errors="replace")
             except OSError:  # the other end is closed
                 break
-        assert process.wait(20) == 0
+        try:
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
     os.close(master)
     first, problem, second = text.index("m1"), text.index("try again"), text.index("m2")
     assert first < problem < second and "Traceback" not in text

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from test_cluster import ask, chat, head, parsed, replica
-from test_server_harness import each
+from test_server_harness import each, wait_until
 
 from deltic import LLM
 from deltic.cli import main
@@ -360,6 +360,8 @@ def order_of(made: Replica, prompt: tuple[int, ...] | Prompt, output: Any = Samp
     client_of(made)._rest_until = 0.0
     worker, request = made._opened.worker, EngineRequest("a", prompt, output)
     assert worker
+    tier = disk_tier(engine(made).runtime.cache)
+    wait_until(lambda: tier is None or tier.store.ready)  # before that, nothing is handed over
     return worker.execute(lambda _: client_of(made).order(request))
 
 

@@ -18,7 +18,7 @@ class Slow:
     def __init__(self, seconds: float) -> None:
         self.seconds, self.running, self.most, self.done = seconds, 0, 0, list[Any]()
 
-    def __call__(self, history: History, turn: Any, hidden: Any, tokens: Any, finish: Any, *_: Any) -> None:
+    def __call__(self, history: History, turn: Any, hidden: Any, begun: Any, tokens: Any, finish: Any, *_: Any) -> None:
         self.running += 1
         self.most = max(self.most, self.running)
         time.sleep(self.seconds)

@@ -205,10 +205,9 @@ class History:
 
     def remember(self, turn: HistoryTurn, hidden: Sequence[int], begun: Sequence[int], tokens: Sequence[int],
                  finish: Finish, answer: Answer, whole: bool) -> AnswerEnd | None:
-        """Records one finished answer. hidden: the request's stop ids. begun: tokens of the answer that the request
-        had. tokens: the generated ones, with the end token.
-        whole: the text ended with the tokens, outside of think blocks and calls, and not at a stop string. Returns its
-        end if a conversation can go on there."""
+        """Records one finished answer. Returns its end if a conversation can go on there. hidden: the request's stop
+        ids. begun: tokens of the answer that the request had. tokens: the generated ones, with the end token. whole:
+        the text ended with the tokens, outside of think blocks and calls, and not at a stop string."""
         tokens = [*begun, *tokens]
         if not tokens:
             return None

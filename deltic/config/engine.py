@@ -120,7 +120,7 @@ class EngineConfig:
         "--expert-memory 768, on a GPU 8192)")
     max_stall_ms: int | None = _scheduling(
         None, "upper bound in ms for a step that mixes prefill and decode; smaller bounds make prefill slower "
-        "(default: 30, 120 in a burst, or 4 times a decode step)")
+        "(default: 30, 120 in a burst, 4 times a decode step, or twice the fixed cost of a step with prompts)")
     max_repeat: int = _scheduling(
         0, "end an answer that repeats the same group of up to 128 tokens N times in a row (8*N tokens for groups of "
         "fewer than 8); requests may override it (default: 0, never)")
