@@ -1,4 +1,4 @@
-"""Long prompts beside running streams: plain replicas against decode and prefill replicas.
+"""Long prompts while streams run: plain replicas against decode and prefill replicas.
 
     python bench/disaggregated.py                                  # 2 plain; then 1 that decodes, 1 for prefill
     python bench/disaggregated.py --shape qwen3.5-0.8b --layers 4  # random weights of a public shape

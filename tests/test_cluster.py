@@ -271,6 +271,9 @@ def test_ray_that_is_missing_or_of_another_version_is_named(monkeypatch: pytest.
     (("--replicas", "0"), "--replicas"),
     (("--replicas", "many"), "--replicas"),
     (("--replicas", "2", "--model", "a=tiny"), "--replicas serves one MODEL"),
+    (("--prefill-replicas", "1"), "--prefill-replicas needs --replicas"),
+    (("--replicas", "1", "--prefill-replicas", "0"), "--prefill-replicas"),
+    (("--replicas", "1", "--prefill-replicas", "auto"), "--prefill-replicas"),
 ])
 def test_options_that_do_not_fit_are_refused(words: tuple[str, ...], message: str,
                                              capsys: pytest.CaptureFixture[str]) -> None:

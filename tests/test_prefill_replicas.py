@@ -18,7 +18,6 @@ from test_cluster import ask, chat, head, parsed, replica
 from test_server_harness import each, wait_until
 
 from deltic import LLM
-from deltic.cli import main
 from deltic.cli.cluster import plan_of
 from deltic.cli.parser import UsageError
 from deltic.cluster import prefill
@@ -424,17 +423,3 @@ def test_replicas_and_prefill_replicas_share_the_processors(monkeypatch: pytest.
     assert (plan.replicas, plan.prefill, plan.cpus, plan.options[0].engine_threads) == (2, 2, 2, 2)
     with pytest.raises(UsageError, match=r"directory that all replicas share: give --cache-dir DIR"):
         plan_of(parsed("--prefill-replicas", "2"), {}, ("*",))
-
-
-@each(("words", "message"), [
-    (("--prefill-replicas", "1"), "--prefill-replicas needs --replicas"),
-    (("--replicas", "1", "--prefill-replicas", "0"), "--prefill-replicas"),
-    (("--replicas", "1", "--prefill-replicas", "auto"), "--prefill-replicas"),
-])
-def test_options_that_do_not_fit_are_refused(words: tuple[str, ...], message: str,
-                                             capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        assert main(["serve", "tiny", *words]) == 2
-    except SystemExit as ended:
-        assert ended.code == 2
-    assert message in capsys.readouterr().err
