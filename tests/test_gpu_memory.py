@@ -22,6 +22,7 @@ from deltic.runner.memory import (
     fit_card,
     free_on_card,
     plan_memory,
+    step_bytes,
     whole_blocks,
     working_bytes,
 )
@@ -58,7 +59,7 @@ def test_a_share_of_the_card_is_of_all_of_it(card: list[int]) -> None:
 
 def test_the_cache_takes_what_a_share_leaves(card: list[int]) -> None:
     config = ModelConfig.preset("qwen3.5-4b")
-    work = working_bytes(config, 8192)
+    work = working_bytes(config, 8192, context=4096)
     assert GIB < work < 4 * GIB
     assert planned() == planned(gpu_memory_utilization=0.9) == planned(memory=str(62 * GIB - work))
     assert planned(gpu_memory_utilization=0.5) == planned(memory=str(30 * GIB - work))
@@ -72,6 +73,16 @@ def test_more_tokens_and_more_experts_take_more_to_work_in() -> None:
     kept = working_bytes(dense, 0)
     assert working_bytes(dense, 16384) - kept == 2 * (working_bytes(dense, 8192) - kept) > 0
     assert working_bytes(mixture, 8192) > working_bytes(dense, 8192) // 2
+
+
+def test_long_contexts_take_memory_of_steps(card: list[int]) -> None:
+    """One layer's keys and values: 4 heads of 256, gathered in two bytes."""
+    config, given = ModelConfig.preset("qwen3.5-4b"), "24GiB"
+    with_keys_and_values = working_bytes(config, 2048, context=1 << 16) - working_bytes(config, 2048)
+    assert with_keys_and_values >= 2 * (1 << 16) * 4 * 256 * 2
+    short, usual, long = (step_bytes(config, EngineConfig(device="cuda", gpu_memory=given, max_context=context))
+                          for context in (4096, None, 1 << 17))
+    assert short < usual < long and usual == working_bytes(config, 8192, context=1 << 16)
 
 
 def test_share_that_leaves_no_memory_is_an_error(card: list[int]) -> None:
@@ -156,8 +167,8 @@ def test_several_gpus_go_by_the_fullest(monkeypatch: pytest.MonkeyPatch) -> None
     fit_card(options)
     assert fractions == [(29.5 / 80, 0), (9.5 / 80, 1)]
     own = shard_config(config, 2)
-    work = working_bytes(own, 8192)
-    assert work < working_bytes(config, 8192)
+    work = working_bytes(own, 8192, context=1 << 16)
+    assert work < working_bytes(config, 8192, context=1 << 16)
     found, _ = plan_memory(config, options, torch.bfloat16, False, False)
     left = 19 * GIB // 2 - work
     given = EngineConfig(device="cuda", tp=2, memory=str(2 * left))

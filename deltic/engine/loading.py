@@ -42,8 +42,8 @@ from deltic.runner.memory import (
     keep_freed_memory,
     plan_memory,
     share_memory,
+    step_bytes,
     whole_blocks,
-    working_bytes,
 )
 from deltic.runner.model_runner import ModelRunner, defers_state_writes, select_ops
 from deltic.runner.weights import OpenedModel, WeightReader
@@ -204,8 +204,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         encode = reader.read_tower()
         times.done("vision tower")
         # memory plan, cache and tiers
-        work = working_bytes(shard_config(config, options.shards), options.token_budget,
-                             unpacks_experts(experts, decoder.weights))
+        work = step_bytes(shard_config(config, options.shards), options, unpacks_experts(experts, decoder.weights))
         memory, pool_options = plan(layer_plan.settle(options), card_memory(options, work) if options.on_gpu else None)
         memory = layer_plan.describe(memory)
         _log_plan(memory, f"the draft model {source.name}: " if use.drafts else "")

@@ -26,6 +26,8 @@ _KEPT = 1152 << 20
 """Bytes that products and recorded steps keep for themselves on a card, and that lie between their tensors."""
 _OUTSIDE = 512 << 20
 """Bytes that libraries, kernels and recorded steps take on a card besides torch's allocator."""
+_USUAL_CONTEXT = 1 << 16
+"""Tokens of the contexts that a step has memory for, unless the options name their length."""
 _CONTEXT = 512 << 20
 """Bytes that CUDA takes before anything is allocated."""
 _SMALL_CARD = 32 << 30
@@ -81,7 +83,7 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
                         logs, options.prefix_cache, options.asks_for_context, layout=layout and layout.of_shards(count))
     budget = options.memory_bytes
     if budget is None and options.on_gpu:
-        card = card or card_memory(options, working_bytes(own, options.token_budget))
+        card = card or card_memory(options, step_bytes(own, options))
         budget = count * _card_budget(options, card)
         needs = replace(needs, option=card.option)
     budget = budget or free_memory(options.device) // 2
@@ -193,7 +195,7 @@ def expected_card(config: ModelConfig, options: EngineConfig, weights: int) -> C
         return None
     else:
         card = CardMemory(options.gpu_memory_bytes, _CONTEXT + _OUTSIDE, 0)
-    steps = working_bytes(shard_config(config, options.shards), fit_steps(options, card.limit).token_budget)
+    steps = step_bytes(shard_config(config, options.shards), fit_steps(options, card.limit))
     return replace(card, taken=card.taken + weights, steps=steps)
 
 
@@ -240,10 +242,16 @@ def fit_steps(options: EngineConfig, limit: int) -> EngineConfig:
     return replace(options, token_budget=_SMALL_CARD_BUDGET)
 
 
-def working_bytes(config: ModelConfig, tokens: int, unpacks: bool = False) -> int:
+def step_bytes(config: ModelConfig, options: EngineConfig, unpacks: bool = False) -> int:
+    """Returns `working_bytes` of the longest step that the options allow."""
+    context = min(options.max_context or _USUAL_CONTEXT, config.max_position_embeddings)
+    return working_bytes(config, options.token_budget, unpacks, context)
+
+
+def working_bytes(config: ModelConfig, tokens: int, unpacks: bool = False, context: int = 0) -> int:
     """Upper bound for the bytes of a step besides weights and cache: inputs and outputs of one layer's products in two
-    bytes, the residual in four, and what products and recorded steps keep. unpacks: the experts of one layer are
-    dequantized in a step."""
+    bytes, the residual in four, what products and recorded steps keep, and one layer's K/V of a context, gathered in
+    two bytes from one. unpacks: the experts of one layer are dequantized in a step."""
     linear, experts = config.linear, config.experts
     mixer = 2 * config.num_attention_heads * config.head_dim + 2 * config.num_key_value_heads * config.head_dim
     if linear:
@@ -254,7 +262,8 @@ def working_bytes(config: ModelConfig, tokens: int, unpacks: bool = False) -> in
         plain = scratch_bytes(experts.count + bool(experts.shared_size), experts.size, config.hidden_size)
     if experts:
         inner = (experts.per_token + 1) * (2 * config.hidden_size + 2 * experts.size)
-    return tokens * (2 * (3 * mixer + inner) + 16 * config.hidden_size) + _KEPT + plain
+    gathered = context * config.num_key_value_heads * config.head_dim * (2 * 2 + 1)
+    return tokens * (2 * (3 * mixer + inner) + 16 * config.hidden_size) + _KEPT + plain + gathered
 
 
 def free_memory(device: str) -> int:
