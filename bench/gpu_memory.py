@@ -36,7 +36,7 @@ def main() -> None:
     args = _arguments()
     free, _ = torch.cuda.mem_get_info()
     config = EngineConfig(device="cuda", gpu_memory=args.gpu_memory, max_context=args.context, quant=args.quant,
-                          kv_dtype=args.kv_dtype, expert_compute=args.expert_compute)
+                          kv_dtype=args.kv_dtype, expert_compute=args.expert_compute, tp=1)
     runtime = load(args.file or RandomModel(args.model, head=True), config)
     loaded = torch.cuda.memory_allocated()
     runtime.warm_up()
@@ -140,7 +140,7 @@ def _picture(args: argparse.Namespace, free: int, limit: int) -> None:
 
     shown = io.BytesIO()
     Image.effect_mandelbrot((1920, 1080), (-2, -1.5, 1, 1.5), 100).save(shown, "PNG")
-    with LLM(args.file, gpu_memory=args.gpu_memory, max_context=args.context, kv_dtype=args.kv_dtype) as llm:
+    with LLM(args.file, gpu_memory=args.gpu_memory, max_context=args.context, kv_dtype=args.kv_dtype, tp=1) as llm:
         url = f"data:image/png;base64,{base64.b64encode(shown.getvalue()).decode()}"
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
         answer = llm.chat([{"role": "user", "content": content}], SamplingParams(max_tokens=64))
