@@ -18,8 +18,8 @@ template <int K, int SLICES, int RUNS, int ROWS, bool SHORT> struct SliceShape {
     static constexpr int FIT = (((93 << 10) - 2 * K) / (8 * ROWS) - 64) / 128 * 64, WIDEST = SHORT ? (ROWS < 8 ? 768 : 448) : FIT > 64 ? FIT : 64;
     static constexpr int PIECES = (RANGE + WIDEST - 1) / WIDEST, PIECE = ((RANGE + PIECES - 1) / PIECES + 63) / 64 * 64;
     static constexpr int PARTS = RUNS * PIECES;  // slots of a slice
-    // all ranges are equal, and whole pieces
-    static constexpr bool EQUAL = RUN == SLICES * PIECES * PIECE;
+    static constexpr bool SAME = RUN == SLICES * RANGE, EQUAL = SAME && RANGE == PIECES * PIECE;  // ranges; pieces, too
+    static constexpr bool WHOLE_GROUPS = SAME && RANGE % 32 == 0;  // no slice ends within a group
     static constexpr int span() {
         int n = 1;
         while (EQUAL && PARTS == 1 && 2 * n <= SLICES && 4 * n * RANGE <= COPY) n *= 2;
@@ -35,10 +35,11 @@ template <int K, int SLICES, int RUNS, int ROWS, bool SHORT> struct SliceShape {
     // Columns of part p of a slice: the first one, and how many.
     static DEVICE int first(int slice, int p) {
         const int run = p / PIECES;
-        return run * RUN + (EQUAL ? slice * RANGE : slice_begin(RUN / UNIT, SLICES, slice) * UNIT) + (p - run * PIECES) * PIECE;
+        return run * RUN + (SAME ? slice * RANGE : slice_begin(RUN / UNIT, SLICES, slice) * UNIT) + (p - run * PIECES) * PIECE;
     }
     static DEVICE int columns(int slice, int p) {
         if constexpr (EQUAL) return PIECE;
+        if constexpr (SAME) return min(PIECE, RANGE - p % PIECES * PIECE);  // the copying warp has no time for more
         const int range = (slice_end(RUN / UNIT, SLICES, slice) - slice_begin(RUN / UNIT, SLICES, slice)) * UNIT;
         return max(0, min(PIECE, range - p % PIECES * PIECE));
     }
@@ -120,7 +121,7 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
             for (int i = 0; i < AHEAD; ++i) {
                 const int group = first + i;
                 if (group >= groups) continue;
-                const bool mine = Shape::EQUAL || group * 32 + (lane & 3) * 8 < columns;  // a slice may end within a group
+                const bool mine = Shape::WHOLE_GROUPS || group * 32 + (lane & 3) * 8 < columns;
                 w[i] = mine ? load_shared(at + group * 64) : make_uint4(0, 0, 0, 0);
 #pragma unroll
                 for (int four = 0; four < FOURS; ++four) {
