@@ -47,7 +47,7 @@ def step_bytes(runtime: ModelRunner, batch: int, context: int) -> int:
 
     Of a mixture it counts the experts that some token selects, if all are equally likely.
     """
-    decoder, pools, experts = runtime.decoder, runtime.pools.shards[0], runtime.config.experts
+    decoder, pools, experts = runtime.decoder, runtime.pools.shards, runtime.config.experts
     weights = decoder.token_bytes()
     if experts and batch > 1 and experts.per_token < experts.count:
         selected = experts.per_token / experts.count
@@ -55,8 +55,9 @@ def step_bytes(runtime: ModelRunner, batch: int, context: int) -> int:
         whole = decoder.weight_bytes() - (0 if tied else decoder.weights.embedding.nbytes)
         weights += int((whole - weights) * (1 - (1 - selected) ** batch - selected) / (1 - selected))
     writes = 1 / DEFERRED if runtime.capabilities.defers_state_writes and batch > FEW_ROWS else 1
-    state = int((1 + writes) * batch * pools.recurrent[:, 0].nbytes) if len(pools.recurrent) else 0
-    return weights + state + 2 * batch * context * pools.keys[:, 0, 0].nbytes
+    state = sum(own.recurrent[:, 0].nbytes for own in pools if len(own.recurrent))
+    kv = sum(2 * own.keys[:, 0, 0].nbytes for own in pools)
+    return weights + int((1 + writes) * batch * state) + batch * context * kv
 
 
 def prompt_operations(config: ModelConfig, tokens: int) -> int:

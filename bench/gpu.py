@@ -13,6 +13,7 @@ import cProfile
 import pstats
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -25,7 +26,9 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.ops.cuda.card import card_of
+from deltic.ops.cuda.tensor_parallel import ShardedStep
 from deltic.params import EngineRequest, SamplingParams, TokenEvent
+from deltic.runner.cuda_graphs import CudaGraphs
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.controller import drafter_of
 from deltic.spec_decode.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
@@ -43,7 +46,7 @@ def main() -> None:
         config = EngineConfig(device="cuda", dtype="bfloat16", memory=args.memory, max_batch=max(*args.batch, 1),
                               max_context=args.context, token_budget=args.budget, prefix_cache=False,
                               ops=tuple(args.ops), quant=args.quant, kv_dtype=args.kv_dtype,
-                              state_dtype=args.state_dtype, batch_invariant=args.batch_invariant,
+                              state_dtype=args.state_dtype, batch_invariant=args.batch_invariant, tp=args.tp,
                               speculate=f"mtp:{DEPTH}" if args.task == "speculate" else "off")
         started = time.perf_counter()
         runtime = load(RandomModel(model, head=args.task == "speculate"), config)
@@ -81,6 +84,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kv-dtype", default="auto", help="as of deltic serve")
     parser.add_argument("--state-dtype", default="float32", help="as of deltic serve")
     parser.add_argument("--batch-invariant", action="store_true", help="as of deltic serve")
+    parser.add_argument("--tp", type=int, default=1, help="as of deltic serve; the floor is that of so many GPUs")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--kernels", action="store_true", help="the time of each kernel of a replayed step")
     parser.add_argument("--profile", action="store_true", help="where the host's time goes")
@@ -125,9 +129,9 @@ def _decode(runtime: ModelRunner, args: argparse.Namespace, batch: int, ready: f
     if not times:
         raise SystemExit("no steps were timed: raise --new above 8 and --repeat above 1")
     step = median(times)
-    floor = step_bytes(runtime, batch, args.prompt + args.new // 2) / BANDWIDTH
-    record("gpu", {"task": "decode", "model": runtime.name, **_card(), "served": _served(runtime), "batch": batch,
-                   "quant": args.quant, "kv_dtype": args.kv_dtype, "state_dtype": args.state_dtype,
+    floor = step_bytes(runtime, batch, args.prompt + args.new // 2) / BANDWIDTH / args.tp
+    record("gpu", {"task": "decode", "model": runtime.name, **_card(), "tp": args.tp, "served": _served(runtime),
+                   "batch": batch, "quant": args.quant, "kv_dtype": args.kv_dtype, "state_dtype": args.state_dtype,
                    "batch_invariant": args.batch_invariant, "prompt": args.prompt, "new": args.new,
                    "temperature": args.temperature, "graphs": runtime.graphs is not None, "ops": args.ops,
                    "step_us": round(step * 1e6, 1),
@@ -149,21 +153,30 @@ def _served(runtime: ModelRunner) -> str:
 
 
 def _replays(runtime: ModelRunner, batch: int) -> float | None:
-    """Microseconds of the step's graph alone, replayed again and again."""
+    """Microseconds of the step's graph alone, or of those of all devices, replayed again and again."""
     if runtime.graphs is None:
         return None
     captured = _captured(runtime, batch)
     if captured is None:
         return None
-    return _time(captured.graph)
+    if not isinstance(runtime.step, ShardedStep):
+        return _time(captured.graph.replay)
+    devices = runtime.step.devices
+
+    def replay() -> None:
+        for device, graph in zip(devices, captured.graphs, strict=True):
+            with torch.cuda.device(device):
+                graph.replay()
+
+    return _time(replay)
 
 
-def _time(graph: Any) -> float:
+def _time(replay: Callable[[], None]) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
+    replay()
     begin.record()
     for _ in range(50):
-        graph.replay()
+        replay()
     end.record()
     torch.cuda.synchronize()
     return float(round(begin.elapsed_time(end) * 20, 1))
@@ -210,8 +223,8 @@ def _prefill(runtime: ModelRunner, args: argparse.Namespace, tokens: int) -> Non
             engine.step()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    floor = prompt_operations(runtime.config, tokens) / ARITHMETIC
-    record("gpu", {"task": "prefill", "model": runtime.name, **_card(), "tokens": tokens,
+    floor = prompt_operations(runtime.config, tokens) / ARITHMETIC / args.tp
+    record("gpu", {"task": "prefill", "model": runtime.name, **_card(), "tp": args.tp, "tokens": tokens,
                    "budget": args.budget, "ops": args.ops, "quant": args.quant, "kv_dtype": args.kv_dtype,
                    "state_dtype": args.state_dtype,
                    "first_token_ms": round(median(times[1:]) * 1e3, 2), "floor_ms": round(floor * 1e3, 2),
@@ -245,7 +258,7 @@ def _speculate(runtime: ModelRunner, args: argparse.Namespace, batch: int) -> No
                    "step_us": round(on / steps * 1e6, 1),
                    "tokens_per_second": round(tokens / on, 1), "off_tokens_per_second": round(tokens / off, 1),
                    "gain": round(off / on, 3), "replays_us": _all_replays(runtime)})
-    if args.kernels and runtime.graphs:
+    if args.kernels and isinstance(runtime.graphs, CudaGraphs):
         for bucket, captured in runtime.graphs._captured.items():
             if bucket[2] == 4 * batch:
                 _profile(captured.graph)
@@ -253,11 +266,11 @@ def _speculate(runtime: ModelRunner, args: argparse.Namespace, batch: int) -> No
 
 def _all_replays(runtime: ModelRunner) -> dict[str, float]:
     """Microseconds of every graph of steps and drafts, replayed again and again."""
-    assert runtime.graphs and runtime.mtp_runner and runtime.mtp_runner._step
-    head: Any = runtime.mtp_runner._step.follow
+    assert isinstance(runtime.graphs, CudaGraphs) and runtime.mtp_runner and runtime.mtp_runner._step
+    head: Any = runtime.mtp_runner._step.record
     known = {f"step {bucket}": found.graph for bucket, found in runtime.graphs._captured.items()}
-    known |= {f"drafts {bucket}": found.graph for bucket, found in head.__self__._known.items()}
-    return {name: _time(graph) for name, graph in known.items()}
+    known |= {f"drafts {bucket}": found.graphs[0] for bucket, found in head.__self__._known.items()}
+    return {name: _time(graph.replay) for name, graph in known.items()}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import io
 import random
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 
 import torch
 from common import record
@@ -37,28 +36,29 @@ def main() -> None:
     args = _arguments()
     free, _ = torch.cuda.mem_get_info()
     config = EngineConfig(device="cuda", gpu_memory=args.gpu_memory, max_context=args.context, quant=args.quant,
-                          kv_dtype=args.kv_dtype, expert_compute=args.expert_compute)
+                          kv_dtype=args.kv_dtype, expert_compute=args.expert_compute, tp=1)
     runtime = load(args.file or RandomModel(args.model, head=True), config)
     loaded = torch.cuda.memory_allocated()
     runtime.warm_up()
     warm = torch.cuda.memory_allocated()
     engine, failed, began = Engine(runtime), list[str](), time.perf_counter()
     peak = tokens = turns = steps = 0
-    with suppress(KeyboardInterrupt):  # ends the turns
-        for request in _turns(args.turns, runtime.memory.max_context, runtime.config.vocab_size):
-            engine.add(request)
-            turns += 1
-            if turns % 25 == 0:
-                stats, torch_stats = engine.stats, torch.cuda.memory_stats()
-                print(f"{turns} turns, {time.perf_counter() - began:.0f} s, {len(failed)} failed, "
-                      f"{peak >> 20} MiB, torch {torch.cuda.memory_allocated() >> 20}, {steps} steps, "
-                      f"{stats.prompt_tokens} prompt tokens computed, {tokens} generated, "
-                      f"{torch_stats.get('num_device_alloc')} blocks taken, {torch_stats.get('num_alloc_retries')} "
-                      "retries", flush=True)
-            while len(engine.scheduler.running) + len(engine.scheduler.waiting) >= AT_ONCE:
-                tokens += _step(engine, failed)
-                steps += 1
-                peak = max(peak, free - torch.cuda.mem_get_info()[0])
+    for request in _turns(args.turns, runtime.memory.max_context, runtime.config.vocab_size):
+        if time.perf_counter() - began > args.seconds:
+            break
+        engine.add(request)
+        turns += 1
+        if turns % 25 == 0:
+            stats, torch_stats = engine.stats, torch.cuda.memory_stats()
+            print(f"{turns} turns, {time.perf_counter() - began:.0f} s, {len(failed)} failed, "
+                  f"{peak >> 20} MiB, torch {torch.cuda.memory_allocated() >> 20}, {steps} steps, "
+                  f"{stats.prompt_tokens} prompt tokens computed, {tokens} generated, "
+                  f"{torch_stats.get('num_device_alloc')} blocks taken, {torch_stats.get('num_alloc_retries')} "
+                  "retries", flush=True)
+        while len(engine.scheduler.running) + len(engine.scheduler.waiting) >= AT_ONCE:
+            tokens += _step(engine, failed)
+            steps += 1
+            peak = max(peak, free - torch.cuda.mem_get_info()[0])
     while engine.has_work:
         tokens += _step(engine, failed)
     engine.check()
@@ -89,6 +89,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--gpu-memory", default="24GiB")
     parser.add_argument("--context", type=int, default=65536)
     parser.add_argument("--turns", type=int, default=500)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="add no turns after that")
     return parser.parse_args()
 
 
@@ -97,7 +98,7 @@ def _turns(count: int, context: int, vocabulary: int) -> Iterator[EngineRequest]
     chance = random.Random(1)
     texts = [list[int]() for _ in range(AT_ONCE)]
     for turn in range(count):
-        new, text = chance.choice((8, 64, 200)), texts[turn % AT_ONCE]
+        new, text = chance.choice((8, 32, 100)), texts[turn % AT_ONCE]
         more = context - new - 1 if turn == 0 else int(chance.triangular(16, context // 32, 64))
         if len(text) + more + new >= context:
             text.clear()
@@ -139,7 +140,7 @@ def _picture(args: argparse.Namespace, free: int, limit: int) -> None:
 
     shown = io.BytesIO()
     Image.effect_mandelbrot((1920, 1080), (-2, -1.5, 1, 1.5), 100).save(shown, "PNG")
-    with LLM(args.file, gpu_memory=args.gpu_memory, max_context=args.context, kv_dtype=args.kv_dtype) as llm:
+    with LLM(args.file, gpu_memory=args.gpu_memory, max_context=args.context, kv_dtype=args.kv_dtype, tp=1) as llm:
         url = f"data:image/png;base64,{base64.b64encode(shown.getvalue()).decode()}"
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
         answer = llm.chat([{"role": "user", "content": content}], SamplingParams(max_tokens=64))

@@ -338,11 +338,12 @@ class Session:
         the processed tokens; index -1 is the embeddings. A tensor that it returns replaces the output.
 
         Layers are computed one by one meanwhile, which is slower. Prompts longer than `token_budget` come in parts. An
-        exception of the function ends the call and leaves the session unchanged.
-        """
+        exception of the function ends the call and leaves the session unchanged."""
         if not callable(function):
             raise RequestError(f"hook takes a function of (layer, output), not {show(function)}", "function")
         runtime = self._layered()
+        if runtime.options.shards > 1 and runtime.options.on_gpu:
+            raise RequestError(f"layers of tp={runtime.options.tp} GPUs cannot be looked at: use tp=1", "tp")
         checked = _checked_hook(function)
         with self._lock:
             runtime.hooks.append(checked)

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from deltic.errors import ConfigError
 from deltic.ops import capabilities
 from deltic.ops.cpu import library
+from deltic.ops.memory import empty_cache
 
 if TYPE_CHECKING:
     from test_server_harness import Served
@@ -125,13 +126,19 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def give_back() -> None:
+    """Gives back the memory that torch keeps on the cards that were used."""
+    empty_cache([torch.device("cuda", index) for index in range(torch.cuda.device_count())
+                 if torch._C._cuda_hasPrimaryContext(index)])
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What a test on a card, or what its fixtures, take there without writing to it is not zero, as it is in a fresh
     process, but NaN, and as an integer -1."""
     kept = "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ  # else what is taken is nobody's before
     if kept and item.path.name.startswith("test_cuda_") and torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        give_back()
         taken = [torch.full((size,), 0xff, dtype=torch.uint8, device="cuda")
                  for count, size in ((64, 1 << 20), (8, 10 << 20), (1, 1 << 30)) for _ in range(count)]
         del taken  # freed, and the first to be taken again
@@ -143,7 +150,7 @@ def _shared_card() -> Iterator[None]:
     yield
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 4 << 30:
         gc.collect()
-        torch.cuda.empty_cache()
+        give_back()
 
 
 @pytest.fixture(scope="module")

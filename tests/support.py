@@ -268,7 +268,7 @@ def fresh_pools(runtime: ModelRunner, pages: int, slots: int, rings: int | None 
     extras = PoolOptions(slots if rings is None else rings, runtime.mtp is not None, like.tiled, kv or like.keys.dtype,
                     state or like.recurrent.dtype)
     pools = allocate_shards(runtime.config, pages, slots, like.conv.dtype, [runtime.decoder.ops] * count,
-                            [str(like.device)] * count, extras)
+                            [str(shard.device) for shard in runtime.pools.shards], extras)
     for shard in pools.shards:
         for tensor in (*shard.page_tensors, *shard.slot_tensors, *(shard.delta_logs or ())):
             tensor.fill_(0xff if tensor.dtype == torch.uint8 else float("nan"))

@@ -271,6 +271,7 @@ def test_every_byte_counts(tmp_path_factory: pytest.TempPathFactory, content: by
         return hash_file(FileMark.of(path), lambda: False)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(identity, "_PIECE", 64)
+        patched.setattr(identity, "_AT_ONCE", data.draw(st.sampled_from([0, 200])))
         first = digest(content)
         assert digest(content) == first
         place = data.draw(st.integers(0, len(content)))
@@ -312,7 +313,8 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     found = Gate()
     monkeypatch.setattr(identity, "hash_file", found)
-    monkeypatch.setattr(identity, "_START_DELAY", 0.0)
+    monkeypatch.setattr(identity, "_AT_ONCE", 0)
+    monkeypatch.setattr(identity, "_SETTLED", 1 << 62)  # no digest is remembered
     yield found
     found.open.set()
 

@@ -14,13 +14,14 @@ from test_cuda_source import MODELS, float8_shapes, packed_mixture, packed_shape
 
 from deltic.errors import ConfigError
 from deltic.ops.capabilities import gpu_kernels
-from deltic.ops.cuda import encoder, mtp, prefill, staging, state_delta_log
+from deltic.ops.cuda import allreduce, encoder, mtp, prefill, staging, state_delta_log
 from deltic.ops.cuda.card import CARDS, Card, card_of, common_card, default_card
 from deltic.ops.cuda.driver import CompileError, compile_source, load_module, tensor_map, why_not_compiled
-from deltic.ops.cuda.kernel_config import ADD, STORE, Multiply, Shapes, attention_bytes
+from deltic.ops.cuda.kernel_config import ADD, PART, STORE, Multiply, Shapes, attention_bytes
 from deltic.ops.cuda.moe import ExpertsShape, tile_bytes
 from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sample import source as draws_source
+from deltic.ops.cuda.sliced_product import ColumnSlices
 from deltic.ops.types import AttentionSpec
 
 MOST_SPILLED = 192
@@ -31,6 +32,7 @@ def few_kernels(card: Card) -> Shapes:
     """Of the 27B: a product of each form, and what else a step without drafts needs; the host computes some layers."""
     hidden, _, gdn, attention = MODELS["27B"]
     products = (Multiply(hidden, True, STORE, card=card),
+                Multiply(gdn.values // 2, False, PART, split=ColumnSlices(4, 3), card=card),
                 PackedMultiply(hidden, True, STORE, frozenset({"Q4_K"}), card=card))
     return Shapes(products, gdn, attention, frozenset({"Q4_K"}), host=hidden, card=card)
 
@@ -81,6 +83,33 @@ def test_small_kernels_compile(card: Card, tmp_path: Path, monkeypatch: pytest.M
         small = Shapes((), None, AttentionSpec(16, 4, size, size // 4, True, 1e-6), kv=kv, card=card)
         for text in (small.source(), mtp.source(small, 2048), prefill.source(small)):
             check(text, small)
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+def test_sums_over_devices_compile(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for devices in (2, 4, 8):
+        check(allreduce.source(devices), Shapes((), None, None, card=card))
+
+
+SPLIT = ((1024, 1, 8), (1152, 1, 4), (3584, 1, 8), (2048, 2, 2), (6144, 3, 8), (1088, 1, 1), (9216, 1, 8),
+         (17408, 1, 8))
+"""Columns, runs, and slices of a device."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+def test_split_products_compile(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    products: list[Multiply | PackedMultiply] = []
+    for columns, runs, slices in SPLIT:
+        out, split = ADD if slices == 8 else PART, ColumnSlices(slices, runs)
+        products.append(Multiply(columns, False, out, 4 if slices == 4 else 8, split=split, card=card))
+        if columns in (2048, 6144, 17408):
+            products.append(PackedMultiply(columns, False, out, frozenset({"Q4_K"}), 1, 2, split=split, card=card))
+    experts = ExpertsShape(2048, 512, 256, 8, True, True, shards=2, card=card)
+    shapes = Shapes(tuple(products), None, None, frozenset({"Q4_K"}), experts=experts, card=card)
+    check(shapes.source(), shapes)
 
 
 def test_restricted_cards() -> None:

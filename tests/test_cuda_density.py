@@ -92,7 +92,7 @@ def test_a_size_of_gpu_memory_is_not_exceeded(monkeypatch: pytest.MonkeyPatch) -
     before += torch.cuda.memory_reserved()
     try:
         limit = before + 3000 * MIB
-        limited = loaded(gpu_memory=f"{limit >> 20}MiB")
+        limited = loaded(gpu_memory=f"{limit >> 20}MiB", tp=1)
         limited.warm_up()
         assert limited.memory.notes[0].startswith(f"GPU memory: {limit / (1 << 30):.2f} GiB = ")
         engine = Engine(limited)
@@ -104,7 +104,7 @@ def test_a_size_of_gpu_memory_is_not_exceeded(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(3000 * MIB, dtype=torch.uint8, device="cuda")
         with pytest.raises(ConfigError, match="gpu_memory"):
-            loaded(gpu_memory="64MiB")
+            loaded(gpu_memory="64MiB", tp=1)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 

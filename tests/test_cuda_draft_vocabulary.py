@@ -111,7 +111,7 @@ def test_recorded_graph_uses_current_rows(runtime: ModelRunner) -> None:
     """The first draft is the best of the tokens that have rows then, as the torch ops say."""
     head, pools, vocabulary = runtime.mtp_runner, runtime.pools, vocabulary_of(runtime)
     assert head and head._step and pools.hidden is not None
-    recorded: Any = head._step.follow
+    recorded: Any = head._step.record
     rows = tuple(
         PlannedRow((7 + row,), 20 + 9 * row, tuple(range(1 + 8 * row, 9 + 8 * row)), row, 1) for row in range(3)
     )

@@ -214,7 +214,8 @@ def test_a_size_of_gpu_memory_moves_layers(quant: str, monkeypatch: pytest.Monke
     the card does not count here, as it may change."""
     config = replace(ModelConfig.preset("qwen3.5-0.8b", 16), vocab_size=5003, hidden_size=2048, intermediate_size=17408)
     given: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "quant": quant, "speculate": "off", "threads": 3,
-                             "max_context": 2048, "token_budget": 1024, "max_batch": 4, "expert_compute": "card"}
+                             "max_context": 2048, "token_budget": 1024, "max_batch": 4, "expert_compute": "card",
+                             "tp": 1}
     asked = [greedy(numbers(seed, 300, 5003), 20, str(seed), ignore_eos=True) for seed in range(3)]
     gc.collect()
     torch.cuda.empty_cache()

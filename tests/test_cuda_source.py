@@ -118,7 +118,7 @@ def members(struct: str) -> list[str]:
                                   "Choice", "PromptConv", "PromptRing", "CopySlot", "GatedNorm", "PromptHeads",
                                   "PromptGate", "GatherInt4", "DeltaTerms", "DeltaScan", "Append", "Fold", "HeadEnter",
                                   "HeadKeys", "Accept", "Numbers", "Cursors", "RowKeys", "ResidualNorm", "Turn",
-                                  "TowerNorm"])
+                                  "TowerNorm", "AllReduce"])
 def test_struct_layouts(name: str) -> None:
     given: type[KernelArguments] = getattr(arguments, f"{name}Args")
     assert [member for member, _ in given._fields_] == members(name)
@@ -157,6 +157,16 @@ def test_products_of_tiles_fit(name: str, shapes_of: Callable[[str], Shapes]) ->
             assert MULTIPROCESSOR // 3 < plan.shared <= BLOCK
             if mine == 1 and product.columns < 16384 and not product.kinds & {"Q6_K", "Q8_0", "FP8"}:
                 assert 2 * plan.shared + 39 * 1024 <= MULTIPROCESSOR, "the attention has no room beside it"
+
+
+@pytest.mark.parametrize(("tokens", "units"), [(8, 12), (8, 236), (16, 12), (16, 236)])
+def test_warps_have_equal_shares_of_tiles(tokens: int, units: int) -> None:
+    """With several tokens, of a row of ten tiles, of which a warp would have one or two."""
+    product = PackedMultiply(2560, True, STORE, frozenset({"Q4_K"}), high=2, card=HOPPER)
+    assert "_high" in product.name(tokens)
+    round = product.plan(tokens, (units,)).round
+    pairs = [-(-min(round, units - first) // 2) * 10 for first in range(0, units, round)]
+    assert sum(pairs) >= 0.9 * WARPS * sum(-(-tiles // WARPS) for tiles in pairs)
 
 
 @pytest.mark.parametrize("name", MODELS)

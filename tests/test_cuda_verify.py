@@ -454,7 +454,7 @@ def test_warm_up_records_draft_steps() -> None:
                                      speculate="mtp:3"))
     loaded.warm_up()
     assert loaded.graphs and loaded.mtp_runner and loaded.mtp_runner._step
-    head = loaded.mtp_runner._step.follow.__self__  # type: ignore[attr-defined]
+    head = loaded.mtp_runner._step.record.__self__  # type: ignore[attr-defined]
     recorded = loaded.graphs.buckets, tuple(head._known)
     answers = serve(loaded, [greedy(numbers(seed, 20 + 9 * seed, 500), 50, str(seed)) for seed in range(4)])
     assert len(answers) == 4 and (loaded.graphs.buckets, tuple(head._known)) == recorded

@@ -13,7 +13,7 @@ from deltic.cache.memory_plan import MemoryPlan
 from deltic.cache.operations import PoolSizes
 from deltic.cache.tensors import PoolOptions, delta_log_bytes, page_bytes, slot_bytes
 from deltic.cli.inspect import head_bytes, plan_cache, weight_bytes
-from deltic.config import EngineConfig, ModelConfig
+from deltic.config import EngineConfig, ModelConfig, shard_config
 from deltic.errors import ConfigError, ModelError
 from deltic.params import PAGE
 from deltic.runner.memory import (
@@ -22,6 +22,7 @@ from deltic.runner.memory import (
     fit_card,
     free_on_card,
     plan_memory,
+    step_bytes,
     whole_blocks,
     working_bytes,
 )
@@ -58,7 +59,7 @@ def test_a_share_of_the_card_is_of_all_of_it(card: list[int]) -> None:
 
 def test_the_cache_takes_what_a_share_leaves(card: list[int]) -> None:
     config = ModelConfig.preset("qwen3.5-4b")
-    work = working_bytes(config, 8192)
+    work = working_bytes(config, 8192, context=4096)
     assert GIB < work < 4 * GIB
     assert planned() == planned(gpu_memory_utilization=0.9) == planned(memory=str(62 * GIB - work))
     assert planned(gpu_memory_utilization=0.5) == planned(memory=str(30 * GIB - work))
@@ -72,6 +73,16 @@ def test_more_tokens_and_more_experts_take_more_to_work_in() -> None:
     kept = working_bytes(dense, 0)
     assert working_bytes(dense, 16384) - kept == 2 * (working_bytes(dense, 8192) - kept) > 0
     assert working_bytes(mixture, 8192) > working_bytes(dense, 8192) // 2
+
+
+def test_long_contexts_take_memory_of_steps(card: list[int]) -> None:
+    """One layer's keys and values: 4 heads of 256, gathered in two bytes."""
+    config, given = ModelConfig.preset("qwen3.5-4b"), "24GiB"
+    with_keys_and_values = working_bytes(config, 2048, context=1 << 16) - working_bytes(config, 2048)
+    assert with_keys_and_values >= 2 * (1 << 16) * 4 * 256 * 2
+    short, usual, long = (step_bytes(config, EngineConfig(device="cuda", gpu_memory=given, max_context=context))
+                          for context in (4096, None, 1 << 17))
+    assert short < usual < long and usual == working_bytes(config, 8192, context=1 << 16)
 
 
 def test_share_that_leaves_no_memory_is_an_error(card: list[int]) -> None:
@@ -131,7 +142,7 @@ def test_blocks_are_whole_while_weights_are_read(card: list[int], monkeypatch: p
                                                  options: dict[str, str], small: bool) -> None:
     settings = list[str]()
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr("deltic.runner.memory.empty_cache", lambda devices: None)
     config = EngineConfig(**{"device": "cuda", **options})
     with suppress(ModelError), whole_blocks(config):
         assert settings == ["max_split_size_mb:32"] * small
@@ -141,6 +152,33 @@ def test_blocks_are_whole_while_weights_are_read(card: list[int], monkeypatch: p
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     with whole_blocks(config):
         assert not settings
+
+
+def test_several_gpus_go_by_the_fullest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its part of every page and slot."""
+    sizes, fractions = [(70 * GIB, 80 * GIB), (50 * GIB, 80 * GIB)], list[tuple[float, int]]()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: sizes[torch.device(device or 0).index or 0])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", lambda settings: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction",
+                        lambda share, device: fractions.append((share, device)))
+    config, options = ModelConfig.preset("qwen3.5-4b"), EngineConfig(device="cuda", tp=2, gpu_memory="40GiB")
+    assert free_on_card(options) == 10 * GIB, "30 of 40 are taken on the second one"
+    fit_card(options)
+    assert fractions == [(29.5 / 80, 0), (9.5 / 80, 1)]
+    own = shard_config(config, 2)
+    work = working_bytes(own, 8192, context=1 << 16)
+    assert work < working_bytes(config, 8192, context=1 << 16)
+    found, _ = plan_memory(config, options, torch.bfloat16, False, False)
+    left = 19 * GIB // 2 - work
+    given = EngineConfig(device="cuda", tp=2, memory=str(2 * left))
+    wanted, _ = plan_memory(config, given, torch.bfloat16, False, False)
+    assert (found.pages, found.slots) == (wanted.pages, wanted.slots)
+    one, _ = plan_memory(own, EngineConfig(device="cuda", memory=str(left)), torch.bfloat16, False, False)
+    assert abs(found.pages - one.pages) < 100, "a device has room for its part of each page"
+    sizes[1] = 5 * GIB, 80 * GIB
+    with pytest.raises(ConfigError, match="gpu_memory=40GiB is less than CUDA and other programs take"):
+        fit_card(options)
 
 
 TOWER = GIB

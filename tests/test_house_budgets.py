@@ -13,24 +13,24 @@ from test_house import FILES, ROOT, TREES, imports, room, shown, walk
 
 LINES = {
     ".": 2040,
-    "cache": 5990,
+    "cache": 6000,
     "chat": 7105,
     "cli": 5535,
     "cluster": 1725,
-    "config": 1730,
+    "config": 1760,
     "embeddings": 2600,
-    "engine": 3730,
+    "engine": 3775,
     "export": 3950,
     "loader": 6150,
-    "model": 1090,
-    "ops": 10430,
-    "runner": 3900,
+    "model": 1170,
+    "ops": 11365,
+    "runner": 4140,
     "server": 8520,
-    "spec_decode": 1100,
+    "spec_decode": 1110,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 276
+FILES_AT_MOST = 282
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

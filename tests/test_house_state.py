@@ -34,6 +34,7 @@ CACHES = {
     "deltic/ops/kv.py _signs": "a constant that is never written to",
     "deltic/ops/reference.py hadamard": "a constant that is never written to",
     "deltic/ops/cpu/library.py load": "the library is loaded once; it has no state of its own",
+    "deltic/ops/cuda/driver.py _capture_stream": "a stream of torch's, which lives as long as the process",
     "deltic/ops/cuda/driver.py _driver": "a library without a state that we know of",
     "deltic/ops/cuda/driver.py _launcher": "the same library",
     "deltic/ops/cuda/driver.py _nvrtc": "a library without a state that we know of",
@@ -44,6 +45,7 @@ CACHES = {
     "deltic/ops/cuda/sample.py _module": "compiled code",
     "deltic/ops/cuda/encoder.py _module": "compiled code",
     "deltic/ops/cuda/sample.py _drawer": "room for one call at a time, of one thread each",
+    "deltic/ops/cuda/sample.py _drawer_of_parts": "the same, on several devices",
     "deltic/runner/input_batch.py _no_appends": "a constant that is never written to",
     "deltic/runner/sampling.py _table": "a constant that is never written to",
     "deltic/runner/sampling.py _greedy": "constants that are never written to",
@@ -60,6 +62,7 @@ CHANGED = {
     "deltic/export/tvm/runtime.py sys": "while one package is imported, which would import torch if it could",
     "deltic/cli/torch_import.py sys": "a command imports a part of torch",
     "deltic/cli/process.py sys": "a command without standard streams gets some",
+    "deltic/ops/cuda/tensor_parallel.py os": "how NCCL reaches memory, which changes no result",
     "deltic/ops/cuda/driver.py cls": "a class of arguments names its fields when it is made",
 }
 """Functions that change objects of a module or a class."""

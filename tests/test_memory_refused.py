@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -18,8 +19,11 @@ from support import Answers, drain, greedy, numbers, odd_runtime, odd_shape, ref
 
 from deltic import LLM, RandomModel
 from deltic.cache.manager import HybridCache
+from deltic.cache.offload.host import HostStore
+from deltic.cache.offload.index import TierIndex
 from deltic.cache.tensors import CachePools, allocate
 from deltic.config import available_memory
+from deltic.engine import policy
 from deltic.engine.engine import Engine
 from deltic.errors import ConfigError
 from deltic.ops import backends, memory
@@ -109,6 +113,7 @@ def test_a_step_without_memory_costs_one_request(ahead: bool, monkeypatch: pytes
         return found
 
     monkeypatch.setattr(ModelRunner, "run_hidden", refuse)
+    monkeypatch.setattr(policy, "_STALL", 3600.0)  # the duration of steps cuts no prompts
     runtime.cache.clear()
     for request in (short[0], short[1]):
         engine.add(request)
@@ -147,6 +152,37 @@ def test_steps_without_memory_get_shorter(caplog: pytest.LogCaptureFixture, monk
     assert failed and 256 <= engine.scheduler.token_budget <= 280 and len(failed) == 1, steps
     assert f"from now on steps have at most {engine.scheduler.token_budget}" in caplog.text
     engine.check()
+
+
+def test_steps_without_memory_wait_for_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes on their way to a tier are copies, which take the memory of the step."""
+    tier = TierIndex(HostStore(1 << 24), threads=True)
+    runtime = reuse_cases.runtime_of(odd_runtime(), batch=4, slots=40, tiers=[tier])
+    first, second = (greedy(numbers(index, 50, 500), 8, name=f"{index}") for index in range(2))
+    wanted = reference(odd_runtime(), second.prompt, 8).tokens
+    engine, run, write, written = Engine(runtime), ModelRunner.run_hidden, HostStore.write, Event()
+    budget, failed = engine.scheduler.token_budget, list[int]()
+
+    def late(self: HostStore, *given: Any) -> int:
+        assert written.wait(60)
+        return write(self, *given)
+
+    def refuse(self: ModelRunner, batch: Batch) -> Any:
+        if not written.is_set():
+            failed.append(len(tier.writes))
+            written.set()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return run(self, batch)
+
+    monkeypatch.setattr(HostStore, "write", late)
+    engine.add(first)
+    drain(engine)
+    assert tier.writes, "nothing was on its way to the tier"
+    monkeypatch.setattr(ModelRunner, "run_hidden", refuse)
+    engine.add(second)
+    answer = drain(engine)["1", 0]
+    assert answer.tokens == list(wanted) and failed and failed[0] > 0
+    assert engine.scheduler.token_budget == budget, "steps are shorter, though the memory came back"
 
 
 SHORTAGE = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")

@@ -42,7 +42,15 @@ from vision_models import picture
 
 from deltic import LLM, SamplingParams
 from deltic.cli import main
-from deltic.config import EngineConfig, ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
+from deltic.config import (
+    DType,
+    EngineConfig,
+    ExpertsConfig,
+    GenerationDefaults,
+    LinearConfig,
+    ModelConfig,
+    RopeConfig,
+)
 from deltic.config.vision import ImageConfig
 from deltic.embeddings.encoder import Encoder
 from deltic.engine.engine import Engine
@@ -54,11 +62,14 @@ from deltic.loader.gguf.convert import convert
 from deltic.loader.model_files import ModelFiles, open_model
 from deltic.loader.quantize import quantized
 from deltic.model.tensor_parallel import check_degree
+from deltic.ops.capabilities import check_devices
 from deltic.ops.cpu import missing
+from deltic.ops.cuda.quantized import tiles_of
 from deltic.ops.memory import Arena
 from deltic.ops.quantized import QTensor, host_form, pack_tensor
 from deltic.params import EngineRequest
 from deltic.runner.model_runner import ModelRunner
+from deltic.runner.weights import check_gpus
 from deltic.session import Session
 from deltic.vision.prompt import with_pictures
 
@@ -330,11 +341,60 @@ def test_inspect_shows_the_parts_of_each_device(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(("options", "words"), [
     ({"tp": 3}, "tp must be one of auto, 1, 2, 4, 8, not 3"), ({"tp": "two"}, "tp must be one of"),
     ({"tp": True}, "tp must be one of"), ({"tp": 2.0}, "tp must be one of"),
-    ({"tp": 2, "device": "cuda"}, "on GPUs is not there yet: use tp=1"),
+    ({"tp": 2, "device": "cuda", "debug_layers": True}, "not possible on GPUs with debug_layers or ops"),
+    ({"tp": 2, "device": "cuda", "ops": ("reference",)}, "not possible on GPUs with debug_layers or ops"),
     ({"tp": 2, "expert_memory": "1GiB", "device": "cpu"}, "not possible with expert_memory")])
 def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         EngineConfig(**options)
+    assert caught.value.option == "tp"
+
+
+@pytest.mark.parametrize(("device", "devices"), [("cuda:0,1", ["cuda:0", "cuda:1"]),
+                                                 ("cuda:2,3,4,5", ["cuda:2", "cuda:3", "cuda:4", "cuda:5"])])
+def test_a_list_of_gpus_sets_the_degree(device: str, devices: list[str]) -> None:
+    options = EngineConfig(device=device)
+    assert options.devices == devices and options.shards == len(devices)
+    assert replace(options, max_batch=3).devices == EngineConfig(device=device, tp=len(devices)).devices == devices
+
+
+@pytest.mark.parametrize(("given", "option", "message"), [
+    ({"device": "cuda:0,2"}, "device", "device=cuda:0,2 must have neighbouring numbers.* CUDA_VISIBLE_DEVICES"),
+    ({"device": "cuda:1,0"}, "device", "neighbouring numbers in their order"),
+    ({"device": "cuda:0,1,2"}, "device", "has 3 GPUs: a model is split over 2, 4 or 8"),
+    ({"device": "cuda:0,1", "tp": 4}, "tp", "tp=4 is not the number of GPUs of device=cuda:0,1"),
+    ({"device": "cuda:0,"}, "device", "or a list such as cuda:0,1, not 'cuda:0,'")], ids=str)
+def test_lists_of_gpus_that_are_refused(given: dict[str, Any], option: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        EngineConfig(**given)
+    assert caught.value.option == option
+
+
+def test_a_step_over_gpus_has_at_most_1024_rows() -> None:
+    with pytest.raises(ConfigError, match="max_batch=1025 is not possible with tp=2 on GPUs: use at most 1024"):
+        EngineConfig(tp=2, device="cuda", max_batch=1025)
+
+
+def test_gpus_have_to_exist_and_to_be_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["H100", "H100", "H200"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[torch.device(device).index])
+    check_devices(EngineConfig(tp=2, device="cuda").devices)
+    for device, words in (("cuda:2", "needs the GPUs cuda:2 to cuda:3, and this machine has 3"),
+                          ("cuda:1", "of one kind, .*cuda:1 is H100, cuda:2 is H200")):
+        with pytest.raises(ConfigError, match=words) as caught:
+            check_devices(EngineConfig(tp=2, device=device).devices)
+        assert caught.value.option == "tp"
+
+
+@pytest.mark.parametrize(("dtype", "packed", "words"), [
+    ("float32", False, "with dtype float32"), ("bfloat16", True, "with quantized experts")])
+def test_what_gpus_do_not_split_is_refused(dtype: DType, packed: bool, words: str) -> None:
+    config, options = ModelConfig.preset("qwen3.5-35b-a3b"), EngineConfig(tp=2, device="cuda")
+    check_gpus(config, options, "bfloat16", False)
+    with pytest.raises(ConfigError, match=words) as caught:
+        check_gpus(config, options, dtype, packed)
     assert caught.value.option == "tp"
 
 
@@ -392,4 +452,13 @@ def test_rows_of_packed_matrices_are_views(type: str) -> None:
     numbers = whole.dequantize()
     assert torch.equal(whole.row_view(16, 48).dequantize(), numbers[16:48])
     assert torch.equal(whole.row_view(48, 70).dequantize(), numbers[48:])
+    assert whole.row_view(16, 48).data.untyped_storage().data_ptr() == whole.data.untyped_storage().data_ptr()
+
+
+def test_rows_of_tiles_are_views() -> None:
+    """As they are on GPUs."""
+    numbers = torch.randn(70, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    whole = tiles_of(numbers)
+    assert torch.equal(whole.row_view(16, 48).dequantize(), numbers[16:48].float())
+    assert torch.equal(whole.row_view(48, 70).dequantize(), numbers[48:].float())
     assert whole.row_view(16, 48).data.untyped_storage().data_ptr() == whole.data.untyped_storage().data_ptr()

@@ -485,18 +485,22 @@ def test_parts_can_be_freed_one_by_one(config: ModelConfig, tp: int, tmp_path: P
 
 @pytest.mark.parametrize("tp", [1, 4])
 def test_memory_goes_back_to_a_gpu_after_each_packed_matrix(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When no plain numbers are left, so that the next packed matrix cannot be placed in a part of their memory."""
+    """When no plain numbers are left, so that the next packed matrix cannot be placed in a part of their memory. All
+    devices have ended their work then: torch waits for one of them before it unmaps pages."""
     config, alive, free = QUANTIZED["hybrid"], list[weakref.ref[Tensor]](), list[bool]()
 
     def seen(part: tuple[int, str, Tensor]) -> tuple[int, str, Tensor]:
         alive.append(weakref.ref(part[2]))
         return part
 
+    waited = list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(alive[-1]() is None))
     tensors = random_weights(config, "bfloat16")
     split = WeightSplitter(config, tp).over(["cpu"] * tp)
-    form = replace(tiles_form("cpu"), device=torch.device("cuda"))
-    found = quantize_parts(map(seen, split.cut((name, tensors.pop(name)) for name in [*tensors])), FP8, config,
-                           [form] * tp)
+    devices = [torch.device("cuda", index) for index in range(tp)]
+    forms = [replace(tiles_form("cpu"), device=device) for device in devices]
+    found = quantize_parts(map(seen, split.cut((name, tensors.pop(name)) for name in [*tensors])), FP8, config, forms)
     packed = sum(isinstance(weight, Tiles) and weight.type == FP8.upper() for own in found for weight in own.values())
     assert packed > 10 * tp and sum(free) >= packed and len(free) == len(alive)
+    assert len(waited) == tp * len(free) and {*waited} == {*devices}

@@ -159,7 +159,9 @@ def restore_prefix(pools: CachePools, loaded: LoadedPrefix, pages: Sequence[int]
     On a GPU the copies overlap with steps. A step waits only for the layer that it computes next.
     """
     for name, pool in pools.named_slots.items():
-        pool[:, slot] = _part(pools, name, loaded.state[name].to(pool.device, non_blocking=True))
+        for layer, state in zip(pool, loaded.state[name], strict=True):  # all at once would need a copy of all
+            own = _part(pools, name, state.to(pool.device, non_blocking=True)) if name in pools.parts else state
+            layer[slot].copy_(own, non_blocking=True)
     runs = [_run(pools, tensors, pages, start, max(known, start)) for start, tensors in loaded.runs
             if known < start + tensors["keys"].shape[1]]
     if not pools.keys.is_cuda:

@@ -2,8 +2,8 @@
 
 Pages, slots and delta logs have the same numbers on all devices. A shard has the K/V heads, key heads and value heads
 of its layers and the convolution channels of these heads, in the order q, k, v; a K/V head that several shards need is
-on each of them. The first one has the hidden states for a draft head. Items of the tiers are whole (`item_copies`), so
-that any number of devices reads what any other has written.
+on each of them. Each GPU has the hidden states for a draft head; of the virtual devices of a CPU only the first one.
+Items of the tiers are whole (`item_copies`), so that any number of devices reads what any other has written.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def allocate_shards(config: ModelConfig, pages: int, slots: int, dtype: torch.dt
     shards = [replace(allocate(own, pages, slots, dtype, its_ops, device, extras),
                       parts=item_parts(config, count, index, kv, extras.tiled))
               for index, (its_ops, device) in enumerate(zip(ops, devices, strict=True))]
-    shards[1:] = [replace(shard, hidden=None) for shard in shards[1:]]
+    shards[1:] = [shard if shard.keys.is_cuda else replace(shard, hidden=None) for shard in shards[1:]]
     item = allocate(config, 1, 1, dtype, ops[0], "meta", replace(extras, delta_logs=0, layout=None))
     return ShardedPools(tuple(shards), item)
 

@@ -224,9 +224,10 @@ def plan_cache(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, P
     """Plans the cache beside the weights; None if they leave no room."""
     import torch
 
-    from deltic.runner.layer_offload import plan_layers
+    from deltic.model.tensor_parallel import WeightSplitter
+    from deltic.runner.layer_offload import LayerPlan, plan_layers
     from deltic.runner.memory import expected_card, plan_memory
-    from deltic.runner.weights import weight_sizes
+    from deltic.runner.weights import largest_part, weight_sizes
 
     dtype = activation_dtype(config, engine)
     has_drafts = isinstance(engine.speculation, Ngram | Draft)
@@ -237,8 +238,10 @@ def plan_cache(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, P
             return plan_memory(config, given, getattr(torch, dtype), head > 0, has_drafts or head > 0,
                                defers=config.linear is not None, card=card)
 
-        if card := expected_card(config, engine, sum(sizes.values()) + head):
-            beside = plan_layers(config, engine, dtype, sizes, head, lambda given, card: plan(given, card)[0])
+        split = WeightSplitter(config, engine.shards, copies=True).over(["meta"] * engine.shards)
+        if card := expected_card(config, engine, largest_part(sizes, config, split) + head):
+            beside = LayerPlan() if engine.shards > 1 else plan_layers(
+                config, engine, dtype, sizes, head, lambda given, card: plan(given, card)[0])
             memory, pools = plan(beside.settle(engine), beside.of(card))
             return beside.describe(memory), pools
     room = max(available_memory() - weight_bytes(config, dtype, engine.quant), 0)

@@ -36,6 +36,8 @@ _RANGES: Final = {
     "expert_cap": (1, 4096),
     "expert_refresh": (1, 1 << 31),
 }
+_MAX_SPLIT_ROWS: Final = 1024
+"""Rows of a step over several GPUs."""
 _OPTIONAL: Final = ("threads", "max_context", "max_stall_ms", "expert_cap")
 _PATHS: Final = ("cache_dir", "aot_dir", "mmproj", "expert_profile", "params", "tokenizer", "tokenizer_config")
 """Options that also accept a `Path`."""
@@ -66,8 +68,8 @@ class EngineConfig:
     """Options of the engine. An impossible value raises ConfigError with the option's name."""
 
     device: str = _device(
-        "auto", "where to run: cpu, cuda or cuda:N. auto: an NVIDIA GPU of compute capability 8.0 or later if there is "
-        "one")
+        "auto", "where to run: cpu, cuda, cuda:N, or neighbouring GPUs such as cuda:0,1, which sets --tp. auto: an "
+        "NVIDIA GPU of compute capability 8.0 or later if there is one")
     dtype: str = _device(
         "auto", "dtype of weights and activations; auto: the checkpoint's",
         choices=("auto", "float32", "bfloat16", "float16"))
@@ -87,9 +89,11 @@ class EngineConfig:
         "other requests, chunking or the cache: for evaluations. Prefill is as slow as decode; no drafts, pictures or "
         "embeddings")
     tp: int | str = _device(
-        "auto", "tensor parallel: devices over which the model is split; answers have the same bits with any number. "
-        "On a CPU they are virtual, to test and study that: the memory for weights and cache stays the same, and steps "
-        "take longer. auto: 1", choices=("auto", "1", "2", "4", "8"))
+        "auto", "tensor parallel: devices over which the model is split, GPUs with neighbouring numbers from that of "
+        "--device on; answers have the same bits with any number (on GPUs those of decode steps of up to 16 rows, and "
+        "all with --batch-invariant). On a CPU the devices are virtual, to test and study that: the memory for weights "
+        "and cache stays the same, and steps take longer. auto: with --device cuda the fewest GPUs that hold the "
+        "weights and a context of --max-context, otherwise 1", choices=("auto", "1", "2", "4", "8"))
     ops: tuple[str, ...] = _device(
         (), "backend of an op: OP=BACKEND such as mlp=reference, or BACKEND for all")
     debug_layers: bool = _device(False, "log statistics of every layer's output in every step (slow)")
@@ -173,6 +177,7 @@ class EngineConfig:
             if isinstance(path := getattr(self, name), PurePath):
                 object.__setattr__(self, name, str(path))
         self._check_types()
+        self._split_device()
         self._check_ranges()
         self._check_paths()
         self._check_sizes()
@@ -218,7 +223,24 @@ class EngineConfig:
         if self.max_repeat == 1:
             raise ConfigError("max_repeat must be 0 (off) or at least 2", "max_repeat")
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
-            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}", "device")
+            raise ConfigError("device must be auto, cpu, cuda, cuda:N or a list such as cuda:0,1, not "
+                              f"{self.device!r}", "device")
+
+    def _split_device(self) -> None:
+        """Takes the first GPU and `tp` from a list of GPUs."""
+        if not re.fullmatch(r"cuda:\d{1,3}(,\d{1,3})+", self.device):
+            return
+        numbers = [int(number) for number in self.device.removeprefix("cuda:").split(",")]
+        if numbers != [*range(numbers[0], numbers[0] + len(numbers))]:
+            raise ConfigError(f"the GPUs of device={self.device} must have neighbouring numbers in their order, such "
+                              "as cuda:0,1: choose GPUs and their order by CUDA_VISIBLE_DEVICES", "device")
+        if len(numbers) not in (2, 4, 8):
+            raise ConfigError(f"device={self.device} has {len(numbers)} GPUs: a model is split over 2, 4 or 8",
+                              "device")
+        if str(self.tp) not in (AUTO, str(len(numbers))):
+            raise ConfigError(f"tp={self.tp} is not the number of GPUs of device={self.device}: leave it out", "tp")
+        object.__setattr__(self, "device", f"cuda:{numbers[0]}")
+        object.__setattr__(self, "tp", len(numbers))
 
     def _check_paths(self) -> None:
         for name in _PATHS:
@@ -276,8 +298,11 @@ class EngineConfig:
                "cuda")
 
         several = self.shards > 1
-        yield (several and bool(self.on_gpu), "tp",
-               f"tp={self.tp}: tensor parallel on GPUs is not there yet: use tp=1, or device cpu")
+        yield (several and bool(self.on_gpu) and (self.debug_layers or bool(self.ops)), "tp",
+               f"tp={self.tp} is not possible on GPUs with debug_layers or ops, which compute layers by torch: leave "
+               "one of them out")
+        yield (several and bool(self.on_gpu) and self.max_batch > _MAX_SPLIT_ROWS, "max_batch",
+               f"max_batch={self.max_batch} is not possible with tp={self.tp} on GPUs: use at most {_MAX_SPLIT_ROWS}")
         yield (several and self.offloads_experts, "tp",
                f"tp={self.tp} is not possible with expert_memory or expert_cap: leave one of them out")
 

@@ -27,12 +27,16 @@ class Failures:
         self._runtime, self._scheduler, self._speculator = runtime, scheduler, speculator
 
     def lose(self, flight: InFlight, error: Exception, fail: Fail) -> None:
-        """Ends the requests of a step that has raised this error. If memory ran out, steps are shorter from now on; a
-        step that is short already ends its largest request. The others process their tokens again, because it is not
-        known what the step has done for them."""
+        """Ends the requests of a step that has raised this error. If memory ran out, it waits for the copies of
+        prefixes that the tiers are writing. Without such copies, steps are shorter from now on; a step that is short
+        already ends its largest request. The other requests process their tokens again, because it is not known what
+        the step has done for them."""
         live = [each for each in flight.scheduled if each.live]
         tokens, lost, message = sum(each.tokens for each in live), set[str](), ""
-        if is_shortage(error) and (most := min(self._scheduler.token_budget, tokens)) > _SHORT_STEP:
+        if is_shortage(error) and self._drains_tiers():
+            log.info("a step of %d tokens ran out of memory while prefixes were copied to the tiers; it is repeated",
+                     tokens)
+        elif is_shortage(error) and (most := min(self._scheduler.token_budget, tokens)) > _SHORT_STEP:
             self._scheduler.token_budget = max(_SHORT_STEP, most // 2)
             log.warning("a step of %d tokens ran out of memory; from now on steps have at most %d (`token_budget`)",
                         tokens, self._scheduler.token_budget, exc_info=error)
@@ -53,6 +57,11 @@ class Failures:
                 self._speculator.forget(each.sequence)
                 self._scheduler.start_over(each.sequence)
         self.recover()
+
+    def _drains_tiers(self) -> bool:
+        """Waits until all tiers have written what they were given. Returns False if that was nothing."""
+        drained = [tier.drain() for tier in self._runtime.cache.tiers]
+        return any(drained)
 
     def end_refused(self, fail: Fail) -> None:
         """Ends the requests that could not be admitted."""

@@ -18,7 +18,7 @@ from deltic.cache.memory_plan import MemoryPlan
 from deltic.cache.offload.open import open_tiers
 from deltic.cache.sharded_pools import allocate_shards
 from deltic.cache.tensors import PoolOptions
-from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
+from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig, shard_config
 from deltic.engine.arguments import settled
 from deltic.errors import ConfigError, ModelError, show
 from deltic.export.backend import ProgramModel, load_program
@@ -27,10 +27,12 @@ from deltic.loader.dummy import random_tensors
 from deltic.loader.model_files import open_model
 from deltic.model.decoder import build
 from deltic.model.mtp_head import build_head
-from deltic.ops import select
-from deltic.ops.capabilities import check_device
+from deltic.ops import Ops, select
+from deltic.ops.capabilities import check_devices
 from deltic.ops.memory import memory_for
+from deltic.ops.types import Weight
 from deltic.params import Draft, Ngram
+from deltic.runner.degree import choose_degree
 from deltic.runner.expert_offload import place_experts, unpacks_experts
 from deltic.runner.layer_offload import LayerPlan, place_layers, plan_layers
 from deltic.runner.memory import (
@@ -40,8 +42,8 @@ from deltic.runner.memory import (
     keep_freed_memory,
     plan_memory,
     share_memory,
+    step_bytes,
     whole_blocks,
-    working_bytes,
 )
 from deltic.runner.model_runner import ModelRunner, defers_state_writes, select_ops
 from deltic.runner.weights import OpenedModel, WeightReader
@@ -169,7 +171,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
           given: ModelOverrides, use: _Use) -> ModelRunner:
     """A loaded model, in the order in which it comes to be."""
     # device: options that it cannot serve are refused before anything is read
-    check_device(options.device)
+    check_devices(options.devices)
     with _memory_for_weights(model, options.on_gpu), whole_blocks(options):
         times = StartTimes()
         options = fit_card(options)
@@ -183,13 +185,11 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         threads = options.threads_for(config.parameter_count)
         ops = select_ops(options, threads)
         dtype = config.dtype if options.dtype == "auto" else cast(DType, options.dtype)
+        options = _over_gpus(source, options, ops, dtype, use)
         reader = WeightReader(source, options, ops, dtype, use.drafts, progress)
         head_parts = reader.read_head()
         plan = _cache_planner(config, options, dtype, bool(head_parts), use)
-        layer_plan = LayerPlan() if use.drafts or use.vectors or not options.on_gpu else plan_layers(
-            config, options, dtype, reader.sizes(),
-            reader.tower_bytes() + reader.head_copies(head_parts[0] if head_parts else None),
-            lambda given, card: plan(given, card)[0])
+        layer_plan = _layers_beside(reader, head_parts, use, plan)
         parts, store = reader.read(layer_plan)
         times.done("weights")
         # layers
@@ -204,7 +204,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         encode = reader.read_tower()
         times.done("vision tower")
         # memory plan, cache and tiers
-        work = working_bytes(config, options.token_budget, unpacks_experts(experts, decoder.weights))
+        work = step_bytes(shard_config(config, options.shards), options, unpacks_experts(experts, decoder.weights))
         memory, pool_options = plan(layer_plan.settle(options), card_memory(options, work) if options.on_gpu else None)
         memory = layer_plan.describe(memory)
         _log_plan(memory, f"the draft model {source.name}: " if use.drafts else "")
@@ -224,8 +224,30 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         return runtime
 
 
+def _over_gpus(source: OpenedModel, options: EngineConfig, ops: Ops, dtype: DType, use: _Use) -> EngineConfig:
+    """Returns the options with as many GPUs as the model takes."""
+    if not options.on_gpu or use.drafts or use.vectors:
+        return options
+    plan = _cache_planner(source.config, options, dtype, source.config.num_mtp_layers > 0, use)
+    return fit_card(choose_degree(source, options, ops, dtype, lambda given, card: plan(given, card)[0]))
+
+
+def _layers_beside(reader: WeightReader, head: list[dict[str, Weight]] | None, use: _Use, plan: _PlanCache
+                   ) -> LayerPlan:
+    """Returns the feed-forwards that lie in host memory beside a GPU. head: each device's part of the draft head."""
+    options = reader.options
+    if use.drafts or use.vectors or not options.on_gpu or options.shards > 1:
+        return LayerPlan()
+    others = reader.tower_bytes() + reader.head_copies(head[0] if head else None)
+    return plan_layers(reader.source.config, options, reader.dtype, reader.sizes(), others,
+                       lambda given, card: plan(given, card)[0])
+
+
+_PlanCache = Callable[[EngineConfig, CardMemory | None], tuple[MemoryPlan, PoolOptions]]
+
+
 def _cache_planner(config: ModelConfig, options: EngineConfig, dtype: DType, head: bool, use: _Use
-                   ) -> Callable[[EngineConfig, CardMemory | None], tuple[MemoryPlan, PoolOptions]]:
+                   ) -> _PlanCache:
     """Returns `plan_memory` for this model, given options and the memory of its GPU. head: it has a draft head."""
     drafts = use.rings or head or isinstance(options.speculation, Ngram)
     defers = not use.drafts and defers_state_writes(config, options, dtype)

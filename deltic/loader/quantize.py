@@ -9,7 +9,6 @@ from math import prod
 from typing import Any, Final
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from deltic.config import ModelConfig, available_cores
@@ -19,6 +18,7 @@ from deltic.loader.gguf.convert import FILE_TYPES, target_of
 from deltic.loader.gguf.quantize import quantize_in_pieces
 from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, is_stack
 from deltic.loader.safetensors import FLOAT8_BLOCK_BYTES, Float8, quantize_fp8
+from deltic.ops.memory import empty_cache
 from deltic.ops.quantized import PackedForm, QTensor, host_form, read_from
 from deltic.ops.slices import slice_unit
 from deltic.ops.types import Block, Weight
@@ -75,7 +75,7 @@ def quantize_parts(tensors: Iterator[tuple[int, str, Tensor | Float8]], scheme: 
             result[device][name] = weight
             del item, tensor  # frees the tensor before the next one is loaded
             if kept.device.type == "cuda":  # otherwise smaller matrices would stay in parts of its memory
-                torch.cuda.empty_cache()
+                empty_cache({form.device for form in forms})
     return [{name: own[name] for name in shapes if name in own} | own for own in result]
 
 

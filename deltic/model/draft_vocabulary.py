@@ -12,7 +12,7 @@ import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, Final
 
@@ -97,19 +97,20 @@ class DraftVocabulary:
 
     head [N, H]: the rows, in the format of the whole matrix. ids [N] int64, on the same device: their tokens. The
     drafting thread overwrites both in place, between two drafts. A device does that in the order of its stream, so that
-    recorded graphs stay valid, and no draft has rows of one step with tokens of another.
+    recorded graphs stay valid, and no draft has rows of one step with tokens of another. copies: both, by device.
     size: tokens of the whole vocabulary. copied: rows that were overwritten until now.
     """
 
-    def __init__(self, whole: Weight, tokens: List[int]) -> None:
-        """whole [V, H]: the matrix of all logits, which is kept; several blocks of one format if several devices share
-        it. tokens: as `draftable` gives them."""
-        blocks = whole if isinstance(whole, tuple) else (whole,)
-        self.size, self.copied = sum(map(len, blocks)), 0
-        self.ids = torch.tensor(tokens, device=blocks[0].data.device)
+    def __init__(self, whole: Weight, tokens: List[int], devices: Iterable[torch.device] = ()) -> None:
+        """whole [V, H]: the matrix of all logits, which is kept; or its parts in order, which may be on several
+        devices. tokens: as `draftable` gives them. devices: that draft."""
+        parts = whole if isinstance(whole, tuple) else (whole,)
+        self.size, self.copied = sum(map(len, parts)), 0
+        self.ids = torch.tensor(tokens, device=parts[0].data.device)
         # oneDNN's layout has no rows that could be read one by one: of such a matrix they stay as they are
-        self._whole = () if isinstance(whole, Tensor) and whole.is_mkldnn else blocks
-        self.head = _picked(blocks, self.ids)
+        self._parts = () if isinstance(parts[0], Tensor) and parts[0].is_mkldnn else parts
+        self.head = gather_rows(parts, self.ids)
+        self.copies = {device: (to_device(self.head, device), self.ids.to(device)) for device in devices}
         base = len(tokens) - len(tokens) // _ADAPTIVE
         self._base = frozenset(tokens[:base])
         self._recent = OrderedDict((tokens[row], row) for row in reversed(range(base, len(tokens))))
@@ -123,7 +124,7 @@ class DraftVocabulary:
     def see(self, tokens: Iterable[int]) -> None:
         """Gives these tokens rows, in place of those not seen for longest. Takes some operations for each token, and a
         copy of a row for each new one."""
-        if not self._whole:
+        if not self._parts:
             return
         changed = dict[int, int]()
         for token in tokens:
@@ -145,32 +146,73 @@ class DraftVocabulary:
         """tokens: the new token of each row."""
         host = torch.tensor([*tokens, *tokens.values()])
         rows, ids = on_device(host, self.ids.device).chunk(2)
-        _put(self.head, rows, self._whole, ids)
+        if len(self._parts) == 1:
+            _put(self.head, rows, self._parts[0], ids)
+        else:
+            _put_parts(self.head, self._parts, *host.chunk(2))
         self.ids.index_copy_(0, rows, ids)
+        for head, own in self.copies.values():
+            if own is self.ids:
+                continue
+            places, new = on_device(host, own.device).chunk(2)
+            _put(head, places, self.head, rows)
+            own.index_copy_(0, places, new)
         self.copied += len(tokens)
 
 
-def _picked(whole: tuple[Block, ...], ids: Tensor) -> Block:
-    """Returns a copy of these rows."""
-    first = whole[0]
-    if isinstance(first, Tensor) and first.is_mkldnn:
-        return first.to_dense().index_select(0, ids)
+def to_device(weight: Weight, device: torch.device) -> Any:
+    """Returns a weight on a device; itself if it is there."""
+    if isinstance(weight, tuple):
+        return tuple(to_device(block, device) for block in weight)
+    if weight.data.device == device:
+        return weight
+    return weight.to(device) if isinstance(weight, Tensor) else replace(weight, data=weight.data.to(device))
+
+
+def gather_rows(parts: List[Block], ids: Tensor | None = None) -> Block:
+    """Returns a copy of these rows of a matrix, on the device of its first part. ids: None: of all. Waits for the
+    devices."""
+    if ids is None:
+        ids = torch.arange(sum(map(len, parts)), device=parts[0].data.device)
+    if len(parts) == 1:
+        return _picked(parts[0], ids)
+    first = parts[0]
     head = first.new_empty(len(ids), first.shape[1]) if isinstance(first, Tensor) else first.room_for(len(ids))
     for start in range(0, len(ids), _PIECE):
-        part = ids[start:start + _PIECE]
-        _put(head, torch.arange(start, start + len(part), device=ids.device), whole, part)
+        part = ids[start:start + _PIECE].cpu()
+        _put_parts(head, parts, torch.arange(start, start + len(part)), part)
     return head
 
 
-def _put(head: Block, rows: Tensor, whole: tuple[Block, ...], ids: Tensor) -> None:
-    """Overwrites these rows of the head with the rows `ids` of the whole matrix."""
-    first = 0
-    for block in whole:
-        own = slice(None) if len(whole) == 1 else ((ids >= first) & (ids < first + len(block))).nonzero()[:, 0]
-        if isinstance(head, QTensor):
-            assert isinstance(block, QTensor)
-            head.put(rows[own], block, ids[own] - first)
-        else:
-            assert isinstance(block, Tensor)
-            head.index_copy_(0, rows[own], block.index_select(0, ids[own] - first))
-        first += len(block)
+def _put_parts(head: Block, parts: List[Block], rows: Tensor, ids: Tensor) -> None:
+    """As `_put`, with a matrix in parts. rows, ids: on the host."""
+    begin = 0
+    for part in parts:
+        own = (ids >= begin) & (ids < begin + len(part))
+        if bool(own.any()):
+            _put(head, on_device(rows[own], head.data.device), part, on_device(ids[own] - begin, part.data.device))
+        begin += len(part)
+
+
+def _picked(whole: Block, ids: Tensor) -> Block:
+    """Returns a copy of these rows."""
+    if isinstance(whole, Tensor):
+        return (whole.to_dense() if whole.is_mkldnn else whole).index_select(0, ids)
+    head = whole.room_for(len(ids))
+    for first in range(0, len(ids), _PIECE):
+        part = ids[first:first + _PIECE]
+        head.put(torch.arange(first, first + len(part), device=ids.device), whole, part)
+    return head
+
+
+def _put(head: Block, rows: Tensor, whole: Block, ids: Tensor) -> None:
+    """Overwrites rows of `head` with rows of another matrix, each given on its device."""
+    device = head.data.device
+    if whole.data.device != device:
+        whole, ids = to_device(_picked(whole, ids), device), torch.arange(len(ids), device=device)
+    if isinstance(head, QTensor):
+        assert isinstance(whole, QTensor)
+        head.put(rows, whole, ids)
+    else:
+        assert isinstance(whole, Tensor)
+        head.index_copy_(0, rows, whole.index_select(0, ids))

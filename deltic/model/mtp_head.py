@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import median
 from typing import Final
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from deltic.config import ExpertsConfig, ModelConfig, shard_config
 from deltic.errors import ModelError
 from deltic.model.decoder import Decoder, WeightLoader, attention_spec, dense_parts, feed_forward, summed
-from deltic.model.draft_vocabulary import DraftVocabulary
+from deltic.model.draft_vocabulary import DraftVocabulary, gather_rows, to_device
 from deltic.model.tensor_parallel import WeightSplitter
 from deltic.ops import Ops
 from deltic.ops.quantized import QTensor
@@ -42,19 +42,19 @@ class MtpHead(MtpWeights):
     Row i of its K/V is made of the token at position i and of the trunk's hidden state at i - 1, after the final norm
     (zero for row 0). Its output there gives the logits of the token at i + 1, and replaces the hidden state at i for
     the next draft.
-    dtype: of the activations. vocabulary: of a shortened head, the tokens of its rows. others: `layer` and `kv` of the
-    other devices, if the model is split over several.
+    dtype: of the activations. vocabulary: of a shortened head, the tokens of its rows. others: the weights of the other
+    devices, if the model is split over several: `layer` and `kv` are parts, all else is whole.
     """
 
     ops: Ops
     dtype: torch.dtype
     vocabulary: DraftVocabulary | None = None
-    others: tuple[tuple[DecoderLayer, Weight], ...] = ()
+    others: tuple[MtpWeights, ...] = ()
 
     @property
-    def shards(self) -> tuple[tuple[DecoderLayer, Weight], ...]:
-        """`layer` and `kv` of all devices."""
-        return (self.layer, self.kv), *self.others
+    def shards(self) -> tuple[MtpWeights, ...]:
+        """The weights of all devices."""
+        return self, *self.others
 
     def draft(self, ids: Tensor, hidden: Tensor, batch: Batch, *views: CacheViews) -> tuple[Tensor, Tensor]:
         """Drafts the tokens that follow `ids`.
@@ -63,7 +63,7 @@ class MtpHead(MtpWeights):
             or an earlier result; of any floating dtype. Stores the tokens' K/V in the head's layer.
         -> (hidden [T, H] in `dtype`, logits [T, V] float32, -inf for tokens without a row in a shortened head).
         """
-        ops, layers = self.ops, [layer for layer, _ in self.shards]
+        ops, layers = self.ops, [shard.layer for shard in self.shards]
         residual, x = self._enter(ids, hidden)
         rope = ops.rope(batch.positions, self.rope)
         delta = summed([ops.attention_mixer(x, _attention(layer), view.kv[layer.store], batch, rope)
@@ -80,9 +80,9 @@ class MtpHead(MtpWeights):
         ids [T] int64, hidden [T, H]: as for `draft`; hidden states of the trunk, so that the rows may be shared.
         """
         x, rope = self._enter(ids, hidden)[1], self.ops.rope(batch.positions, self.rope)
-        for (layer, kv), view in zip(self.shards, views, strict=True):
-            mixer = _attention(layer)
-            self.ops.store_kv(x, kv, mixer.k_norm, mixer.spec, view.kv[layer.store], batch, rope)
+        for shard, view in zip(self.shards, views, strict=True):
+            layer, mixer = shard.layer, _attention(shard.layer)
+            self.ops.store_kv(x, shard.kv, mixer.k_norm, mixer.spec, view.kv[layer.store], batch, rope)
 
     def _enter(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the residual stream at the layer's input, and its norm, [T, H] each."""
@@ -102,7 +102,7 @@ def build_head(config: ModelConfig, parts: Sequence[dict[str, Weight]], decoder:
     tokens: draft among these only, with a copy of their rows, as `draft_vocabulary.draftable` returns them; None: among
         all. Unless the head has its own, embedding and matrix of the logits are the trunk's.
     """
-    ops, main = decoder.ops, decoder.weights
+    ops = decoder.ops
     if config.experts is not None:
         _borrow_gates(config.experts, parts, decoder)
     tensors = parts[0]
@@ -110,19 +110,58 @@ def build_head(config: ModelConfig, parts: Sequence[dict[str, Weight]], decoder:
     shards = WeightSplitter(config, len(parts)).shards
     layers = [_layer(WeightLoader(part, _LAYER, ops, offset, shard))
               for part, shard in zip(parts, shards, strict=True)]
-    top = WeightLoader(tensors, "mtp.", ops, offset, shards[0])
-    embedding = top.block("embed_tokens", table=True) if "mtp.embed_tokens.weight" in tensors else main.embedding
-    head = (top.block("shared_head.head", tokens is not None) if "mtp.shared_head.head.weight" in tensors
-            else decoder.head)
-    short = None if tokens is None else DraftVocabulary(head, tokens)
-    fc = top.linear("fc")
-    matrices = (embedding, *(block for weight in (fc, head, *_matrices(layers[0][0])) for block in _blocks(weight)))
-    return MtpHead(
-        embedding, top.norm("pre_fc_norm_embedding"), top.norm("pre_fc_norm_hidden"), fc, *layers[0],
-        top.norm("norm"), short.head if short else head, main.rope, main.eps, short.ids if short else None, ops,
-        # as a whole native step computes; plain matrices want activations of their own dtype
-        torch.float32 if all(isinstance(block, QTensor) for block in matrices) else decoder.dtype, short,
-        tuple(layers[1:]))
+    tops = [_top(WeightLoader(part, "mtp.", ops, offset, shard), tokens is not None)
+            for part, shard in zip(parts, shards, strict=True) if "mtp.fc.weight" in part]
+    tops += tops[:1] * (len(parts) - len(tops))  # virtual devices of a CPU share the first one's
+    heads, short = _logits(tops, decoder, tokens)
+    weights = [MtpWeights(
+        shard.embedding if top.embedding is None else top.embedding, top.norm_embedding, top.norm_hidden, top.fc,
+        layer, kv, top.norm, head, shard.rope, shard.eps, ids)
+        for shard, top, (layer, kv), (head, ids) in zip(decoder.shards, tops, layers, heads, strict=True)]
+    own = {field.name: getattr(weights[0], field.name) for field in fields(MtpWeights)}
+    matrices = [own["embedding"], *(block for weight in (own["fc"], own["head"], *_matrices(own["layer"]))
+                                    for block in _blocks(weight))]
+    # as a whole native step computes; plain matrices want activations of their own dtype
+    dtype = torch.float32 if all(isinstance(block, QTensor) for block in matrices) else decoder.dtype
+    return MtpHead(**own, ops=ops, dtype=dtype, vocabulary=short, others=tuple(weights[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Top:
+    """What of a head is whole on a device. embedding, head: None if the trunk's are used."""
+
+    embedding: Block | None
+    norm_embedding: Tensor
+    norm_hidden: Tensor
+    fc: Weight
+    norm: Tensor
+    head: Block | None
+
+
+def _top(take: WeightLoader, shortened: bool) -> _Top:
+    def own(name: str, table: bool) -> Block | None:
+        return take.block(name, table) if f"mtp.{name}.weight" in take.weights else None
+
+    return _Top(own("embed_tokens", True), take.norm("pre_fc_norm_embedding"), take.norm("pre_fc_norm_hidden"),
+                take.linear("fc"), take.norm("norm"), own("shared_head.head", shortened))
+
+
+def _logits(tops: Sequence[_Top], decoder: Decoder, tokens: Sequence[int] | None
+            ) -> tuple[list[tuple[Weight, Tensor | None]], DraftVocabulary | None]:
+    """Returns `head` and `tokens` of each device, and the vocabulary if it is a shortened one."""
+    devices = [shard.norm.device for shard in decoder.shards]
+    whole: Weight = decoder.head if tops[0].head is None else tops[0].head
+    if tokens is not None:
+        short = DraftVocabulary(whole, tokens, devices)
+        return [short.copies[device] for device in devices], short
+    if len({*devices}) == 1:
+        return [(whole, None)] * len(devices), None
+    found = list[tuple[Weight, Tensor | None]]()
+    for shard, top, device in zip(decoder.shards, tops, devices, strict=True):
+        own: Weight | None = shard.embedding if decoder.config.tie_word_embeddings else None
+        own = own if top.head is None else top.head
+        found.append((to_device(gather_rows(_blocks(whole)), device) if own is None else own, None))
+    return found, None
 
 
 def _layer(take: WeightLoader) -> tuple[DecoderLayer, Weight]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -66,11 +66,24 @@ def find_device() -> str:
     return "cpu"
 
 
-def check_device(device: str) -> None:
-    """Raises ConfigError if this machine does not have the device."""
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {device}: torch finds no CUDA device here; use `device='cpu'`, or install a CUDA "
-                          "build of torch", "device")
+def check_devices(devices: Sequence[str]) -> None:
+    """Raises ConfigError if this machine does not have the devices, or if they cannot share a model."""
+    if torch.device(devices[0]).type != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device {devices[0]}: torch finds no CUDA device here; use `device='cpu'`, or install a "
+                          "CUDA build of torch", "device")
+    if (several := len(devices)) == 1:
+        return
+    count = torch.cuda.device_count()
+    if (torch.device(devices[-1]).index or 0) >= count:
+        raise ConfigError(f"tp={several} needs the GPUs {devices[0]} to {devices[-1]}, and this machine has {count}, "
+                          "from cuda:0 on: choose a smaller tp, or another first device", "tp")
+    kinds = {torch.cuda.get_device_name(device): device for device in devices}
+    if len(kinds) > 1:
+        found = ", ".join(f"{device} is {name}" for name, device in kinds.items())
+        raise ConfigError(f"tp={several} needs GPUs of one kind, as their bits differ: {found}; choose another first "
+                          "device, hide some (CUDA_VISIBLE_DEVICES), or use tp=1", "tp")
 
 
 def verifies_drafts(device: str, dtype: str) -> bool:

@@ -12,7 +12,7 @@ import mmap
 import re
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from threading import Lock
@@ -34,6 +34,14 @@ _ALIGNMENT = 64
 def large_pages() -> bool:
     """True if this system supports the advice to use large pages."""
     return sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE")
+
+
+def empty_cache(devices: Iterable[torch.device]) -> None:
+    """Gives back GPU memory that torch keeps but does not use. Waits for these devices: torch unmaps pages of all
+    devices, and waits for the current one alone."""
+    for device in devices:
+        torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device = "cpu") -> Tensor:

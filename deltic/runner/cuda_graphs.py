@@ -48,6 +48,11 @@ class _Borrowed:
                                          "data": (tensor.data_ptr(), False)}
 
 
+def borrowed(tensor: Tensor) -> Tensor:
+    """Returns the same memory without keeping it."""
+    return torch.as_tensor(_Borrowed(tensor), device=tensor.device)
+
+
 class CudaGraphs:
     """Replays graphs of `forward`. The first step of a bucket runs without a graph and is recorded afterwards;
     recording runs nothing, so every step happens once."""
@@ -89,8 +94,7 @@ class CudaGraphs:
         numbers, static = padded.numbers, step_of(padded)
         graph, logits = record(lambda: self._forward(static), self._pool)
         self._pool = self._pool or graph.pool()
-        borrowed = torch.as_tensor(_Borrowed(logits), device=numbers.device)
-        self._captured[padded.bucket] = _Captured(graph, numbers, borrowed)
+        self._captured[padded.bucket] = _Captured(graph, numbers, borrowed(logits))
 
 
 def recorded_buckets(model: Path | None, max_rows: int, max_context: int) -> Iterator[tuple[int, int]]:

@@ -105,6 +105,14 @@ def plan_layers(config: ModelConfig, options: EngineConfig, dtype: str, sizes: M
     return replace(found, note=_note(config, found, reached, instead))
 
 
+def has_room(config: ModelConfig, options: EngineConfig, weights: int, plan: PlanCache) -> bool:
+    """True if each of the options' GPUs has room for so many bytes of weights, and for the context."""
+    card = expected_card(config, options, weights)
+    if card is None:
+        return False
+    return _fewest(options, wanted_context(config, options), (), card, partial(_strictly, plan)) is not None
+
+
 def _certainly_fits(options: EngineConfig, weights: int) -> bool:
     """True if weights and cache have room, or if no limit is given and the weights take less than half of the room."""
     if options.memory_bytes is not None:
@@ -115,7 +123,7 @@ def _certainly_fits(options: EngineConfig, weights: int) -> bool:
 
 def _strictly(plan: PlanCache, options: EngineConfig, card: CardMemory) -> MemoryPlan:
     """Plans a cache within the GPU's memory, of which steps get their part. Raises ConfigError if there is no room."""
-    if options.memory_bytes is not None and options.memory_bytes > card.left:
+    if options.memory_bytes is not None and options.memory_bytes > options.shards * card.left:
         raise ConfigError(f"memory={options.memory} does not fit the GPU beside the weights: give less", "memory")
     if options.memory is None and options.gpu_memory is None:
         options = replace(options, gpu_memory_utilization=options.gpu_memory_utilization or SHARE)

@@ -17,6 +17,7 @@ from deltic.config.engine import GPU_TOKEN_BUDGET, option_defaults
 from deltic.errors import ConfigError
 from deltic.ops.cuda.quantized_moe import scratch_bytes
 from deltic.ops.kv import FP8, INT4
+from deltic.ops.memory import empty_cache
 from deltic.params import PAGE
 
 SHARE = 0.9
@@ -25,6 +26,8 @@ _KEPT = 1152 << 20
 """Bytes that products and recorded steps keep for themselves on a card, and that lie between their tensors."""
 _OUTSIDE = 512 << 20
 """Bytes that libraries, kernels and recorded steps take on a card besides torch's allocator."""
+_USUAL_CONTEXT = 1 << 16
+"""Tokens of the contexts that a step has memory for, unless the options name their length."""
 _CONTEXT = 512 << 20
 """Bytes that CUDA takes before anything is allocated."""
 _SMALL_CARD = 32 << 30
@@ -73,13 +76,15 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     own = shard_config(config, count)
     logs = count * delta_log_bytes(own, dtype) if drafts or defers else 0
     layout = frame_layout(own, dtype, PoolOptions(0, head, kv=kv, state=state))
+    # the first of several GPUs has the logits, and the others no more room than it
+    logits = 4 * config.vocab_size * (count if options.on_gpu else 1)
     needs = MemoryNeeds(count * page_bytes(own, kv or dtype, head), count * slot_bytes(own, dtype, head, state),
-                        config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,
+                        config.max_position_embeddings, options.max_batch, options.max_context, logits,
                         logs, options.prefix_cache, options.asks_for_context, layout=layout and layout.of_shards(count))
     budget = options.memory_bytes
     if budget is None and options.on_gpu:
-        card = card or card_memory(options, working_bytes(config, options.token_budget))
-        budget = _card_budget(options, card)
+        card = card or card_memory(options, step_bytes(own, options))
+        budget = count * _card_budget(options, card)
         needs = replace(needs, option=card.option)
     budget = budget or free_memory(options.device) // 2
     if vectors and options.memory is None:
@@ -140,7 +145,7 @@ def _card_budget(options: EngineConfig, card: CardMemory) -> int:
     """The size of the cache in bytes, once the weights are loaded."""
     if options.gpu_memory is None and options.gpu_memory_utilization is None:
         # some is left for steps even if the weights nearly fill the GPU
-        return max(card.left, free_memory(options.device) // 4)
+        return max(card.left, _least_memory(options)[0] // 4)
     if card.left <= 0:
         given = options.gpu_memory or options.gpu_memory_utilization
         raise ConfigError(
@@ -152,20 +157,26 @@ def _card_budget(options: EngineConfig, card: CardMemory) -> int:
 
 
 def card_memory(options: EngineConfig, steps: int = 0) -> CardMemory:
-    """Returns the memory of the options' GPU. What torch keeps for later counts as free. Where `gpu_memory` restricts
-    torch, what will be allocated besides it counts as taken."""
+    """Returns the memory of the options' GPU, or of the fullest of several. What torch keeps for later counts as free.
+    Where `gpu_memory` restricts torch, what will be allocated besides it counts as taken."""
     if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(options.device)
+        empty_cache(map(torch.device, options.devices))
+    free, total = _least_memory(options)
     limit = options.gpu_memory_bytes or int(total * (options.gpu_memory_utilization or SHARE))
     if options.gpu_memory is None:
         return CardMemory(min(limit, total), total - free, steps, "gpu_memory_utilization")
     return CardMemory(min(limit, total), total - free + _OUTSIDE, steps)
 
 
+def _least_memory(options: EngineConfig) -> tuple[int, int]:
+    """Returns the free bytes and all bytes of the options' GPU, or of the fullest of several."""
+    return min(torch.cuda.mem_get_info(device) for device in options.devices)
+
+
 def free_on_card(options: EngineConfig) -> int:
-    """Returns the bytes that can still be allocated on the options' GPU, within `gpu_memory`."""
-    free, total = torch.cuda.mem_get_info(options.device)
+    """Returns the bytes that can still be allocated on the options' GPU, or on the fullest of several, within
+    `gpu_memory`."""
+    free, total = _least_memory(options)
     limit = options.gpu_memory_bytes
     return free if limit is None else max(min(free, limit - (total - free)), 0)
 
@@ -184,23 +195,24 @@ def expected_card(config: ModelConfig, options: EngineConfig, weights: int) -> C
         return None
     else:
         card = CardMemory(options.gpu_memory_bytes, _CONTEXT + _OUTSIDE, 0)
-    steps = working_bytes(config, fit_steps(options, card.limit).token_budget)
+    steps = step_bytes(shard_config(config, options.shards), fit_steps(options, card.limit))
     return replace(card, taken=card.taken + weights, steps=steps)
 
 
 def fit_card(options: EngineConfig) -> EngineConfig:
-    """Restricts torch to the options' GPU memory, for the whole process. Returns the options with shorter steps for a
-    small card: what these work in is better used for the cache."""
+    """Restricts torch to the options' memory of each GPU, for the whole process. Returns the options with shorter steps
+    for a small card: what these work in is better used for the cache."""
     if not options.on_gpu:
         return options
     card = card_memory(options)
     if options.gpu_memory is not None:
-        total, reserved = torch.cuda.mem_get_info(options.device)[1], torch.cuda.memory_reserved(options.device)
-        left = card.limit - (card.taken - reserved)
-        if left <= 0:
-            raise ConfigError(f"gpu_memory={options.gpu_memory} is less than CUDA and other programs take on this GPU, "
-                              f"{card.taken - reserved >> 20} MiB: raise it", "gpu_memory")
-        torch.cuda.set_per_process_memory_fraction(left / total, torch.device(options.device).index)
+        for device in options.devices:
+            free, total = torch.cuda.mem_get_info(device)
+            others = total - free - torch.cuda.memory_reserved(device) + _OUTSIDE
+            if others >= card.limit:
+                raise ConfigError(f"gpu_memory={options.gpu_memory} is less than CUDA and other programs take on this "
+                                  f"GPU, {others >> 20} MiB: raise it", "gpu_memory")
+            torch.cuda.set_per_process_memory_fraction((card.limit - others) / total, torch.device(device).index)
     return fit_steps(options, card.limit)
 
 
@@ -219,7 +231,7 @@ def whole_blocks(options: EngineConfig) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.cuda.empty_cache()
+        empty_cache(map(torch.device, options.devices))
         change(f"max_split_size_mb:{_ANY_BLOCK_MIB}")
 
 
@@ -230,10 +242,16 @@ def fit_steps(options: EngineConfig, limit: int) -> EngineConfig:
     return replace(options, token_budget=_SMALL_CARD_BUDGET)
 
 
-def working_bytes(config: ModelConfig, tokens: int, unpacks: bool = False) -> int:
+def step_bytes(config: ModelConfig, options: EngineConfig, unpacks: bool = False) -> int:
+    """Returns `working_bytes` of the longest step that the options allow."""
+    context = min(options.max_context or _USUAL_CONTEXT, config.max_position_embeddings)
+    return working_bytes(config, options.token_budget, unpacks, context)
+
+
+def working_bytes(config: ModelConfig, tokens: int, unpacks: bool = False, context: int = 0) -> int:
     """Upper bound for the bytes of a step besides weights and cache: inputs and outputs of one layer's products in two
-    bytes, the residual in four, and what products and recorded steps keep. unpacks: the experts of one layer are
-    dequantized in a step."""
+    bytes, the residual in four, what products and recorded steps keep, and one layer's K/V of a context, gathered in
+    two bytes from one. unpacks: the experts of one layer are dequantized in a step."""
     linear, experts = config.linear, config.experts
     mixer = 2 * config.num_attention_heads * config.head_dim + 2 * config.num_key_value_heads * config.head_dim
     if linear:
@@ -244,7 +262,8 @@ def working_bytes(config: ModelConfig, tokens: int, unpacks: bool = False) -> in
         plain = scratch_bytes(experts.count + bool(experts.shared_size), experts.size, config.hidden_size)
     if experts:
         inner = (experts.per_token + 1) * (2 * config.hidden_size + 2 * experts.size)
-    return tokens * (2 * (3 * mixer + inner) + 16 * config.hidden_size) + _KEPT + plain
+    gathered = context * config.num_key_value_heads * config.head_dim * (2 * 2 + 1)
+    return tokens * (2 * (3 * mixer + inner) + 16 * config.hidden_size) + _KEPT + plain + gathered
 
 
 def free_memory(device: str) -> int:

@@ -31,7 +31,11 @@ from deltic.model.mtp_head import MtpHead as MtpHead
 from deltic.ops import Ops, explain, select
 from deltic.ops.capabilities import Capabilities, can_defer_state_writes, device_capabilities
 from deltic.ops.cpu import has_wide_activations, use_torch_threads
+from deltic.ops.cuda.decode import sharded_step
 from deltic.ops.cuda.driver import make_current
+from deltic.ops.cuda.mtp import draft_heads
+from deltic.ops.cuda.sample import sample_parts
+from deltic.ops.cuda.tensor_parallel import ShardedLogits, ShardedStep
 from deltic.ops.memory import is_shortage
 from deltic.ops.types import Batch, CacheViews, PreparesPrompts, Sampled, Sampling
 from deltic.params import PAGE, Auto, Mtp
@@ -40,6 +44,7 @@ from deltic.runner.expert_offload import ExpertOffload
 from deltic.runner.image_embeds import Encode
 from deltic.runner.input_batch import FEW_ROWS, BucketNumbers, InputBatch, build
 from deltic.runner.layer_offload import LayerOffload
+from deltic.runner.sharded_graphs import ShardedGraphs
 from deltic.runner.warm_up import prompt_plans
 from deltic.spec_decode.mtp import MtpRunner, draft_sizes
 
@@ -169,22 +174,24 @@ class ModelRunner:
     shard_views: tuple[CacheViews, ...] = field(init=False)
     step: Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None = field(init=False)
     mtp_runner: MtpRunner | None = field(init=False)
-    graphs: CudaGraphs | None = field(init=False)
+    graphs: CudaGraphs | ShardedGraphs | None = field(init=False)
     capabilities: Capabilities = field(init=False)
     numbers: BucketNumbers = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         pools, ops = self.pools, self.decoder.ops
         self.shard_views = tuple(CacheViews(shard.kv_views(), shard.state_views()) for shard in pools.shards)
-        self.step = ops.step(ops, self.decoder.weights, self.views)
+        several = bool(self.decoder.others) and self.options.on_gpu
+        self.step = (sharded_step(ops, self.decoder.shards, self.shard_views) if several
+                     else ops.step(ops, self.decoder.weights, self.views))
         if self.decoder.others and has_wide_activations(ops, self.decoder.weights, self.views):
             self.decoder = replace(self.decoder, dtype=torch.float32)
-        hidden = pools.shards[0].hidden
-        self.mtp_runner = (MtpRunner(self.mtp, self.shard_views, hidden)
-                     if self.mtp is not None and hidden is not None else None)
+        self.mtp_runner = self._draft_head()
         if self.mtp_runner:
             pools.backlogs[:] = [self.mtp_runner.catch_up]
-        self.graphs = (CudaGraphs(lambda batch: self._follow(batch)[0])
+        graphs = (ShardedGraphs(self.step) if isinstance(self.step, ShardedStep)
+                  else CudaGraphs(lambda batch: self._follow(batch)[0]))
+        self.graphs = (graphs
                        if self.options.on_gpu and not self.options.debug_layers
                        # torch's mixture of experts waits for the device
                        and (self.config.experts is None or self.step is not None) else None)
@@ -201,10 +208,28 @@ class ModelRunner:
         self.capabilities = replace(device_capabilities(pools.device), max_verify_rows=FEW_ROWS if verifies else None,
                                     defer_from=FEW_ROWS + 1 if defers else None)
 
+    def _draft_head(self) -> MtpRunner | None:
+        head, slots = self.mtp, [shard.hidden[0] for shard in self.pools.shards if shard.hidden is not None]
+        if head is None or not slots:
+            return None
+        if not isinstance(self.step, ShardedStep):
+            step = head.ops.mtp_step(head.ops, head, self.views, slots[0]) if len(head.shards) == 1 else None
+            return MtpRunner(head, self.shard_views, slots, step)
+        heads = draft_heads(head.ops, head.shards, self.shard_views, slots, self.step.exchange)
+        if heads is None:
+            log.warning("nothing is drafted: on several GPUs deltic's own kernels do not know this draft head")
+            return None
+        self.step.follow = heads.follow
+        return MtpRunner(head, self.shard_views, slots, heads.step)
+
     def check_kernels(self) -> None:
         """Raises ConfigError if the options need kernels of deltic that do not serve this model on a GPU."""
         if not self.options.on_gpu or self.step is not None:
             return
+        if self.decoder.others:
+            why = explain(self.ops, self.decoder.weights, self.views)["step"]
+            raise ConfigError(f"tp={self.options.tp} is not possible: on several GPUs only deltic's own kernels serve "
+                              f"a model: {why}", "tp")
         if self.options.batch_invariant:
             log.warning("batch_invariant: on the GPU torch serves the steps, whose sums may depend on the number of "
                         "rows")
@@ -244,6 +269,8 @@ class ModelRunner:
         """As `run`; also returns the hidden states [T, H] float32 of all tokens after the final norm, if the batch asks
         for them."""
         use_torch_threads(self.decoder.ops, self.threads)
+        if isinstance(self.step, ShardedStep):
+            self.step.check()
         if batch.padded is not None:
             self.pools.wait()
         for offload in (self.experts, self.layers):
@@ -260,7 +287,7 @@ class ModelRunner:
         """Runs a step, and the draft head after it."""
         logits, hidden = self._forward(batch)
         hidden = None if hidden is None else hidden.float()
-        if self.mtp_runner is not None:
+        if self.mtp_runner is not None and not isinstance(self.step, ShardedStep):  # which does so on each device
             assert hidden is not None, "a draft head needs all hidden states"
             self.pools.wait()
             self.mtp_runner.follow(batch, hidden)
@@ -291,8 +318,8 @@ class ModelRunner:
             self._warm_up_rings(memory)
             if self.views.states:
                 self.ops.flush_delta_log(self.views.states, 0, 0, 0, 1, 0)
-        nothing = torch.zeros(1, device=self.device)
-        self.sample(logits[:1], Sampling(nothing, nothing.long(), nothing + 1, nothing, nothing.long()))
+        nothing = torch.zeros(len(logits), device=self.device)
+        self.sample(logits, Sampling(nothing, nothing.long(), nothing + 1, nothing, nothing.long()))
         torch.cuda.synchronize(self.device)
         assert self.graphs
         log.info("%s: recorded %d graphs of steps that decode in %.2f s", self.name, len(self.graphs.buckets),
@@ -354,6 +381,11 @@ class ModelRunner:
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
         """Samples from logits [L, V] float32, which it may change."""
+        if isinstance(logits, ShardedLogits):
+            found = sample_parts(logits.parts, sampling)
+            if found is not None:
+                return found
+            logits = logits.whole
         return self.decoder.ops.sample(logits, sampling)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -362,6 +394,7 @@ class ModelRunner:
         found = self.step(batch) if self.step is not None and observer is None else None
         if found is not None:
             return found
+        assert not isinstance(self.step, ShardedStep), "several GPUs do not serve such a batch"
         self.pools.wait()
         hidden = self.decoder.forward(batch, *self.shard_views, observe=observer)
         logits = self.decoder.logits(hidden[batch.logit_tokens] if batch.layout.hidden else hidden)

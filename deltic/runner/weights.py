@@ -41,6 +41,7 @@ from deltic.ops.cuda import quantized
 from deltic.ops.cuda.expert_offload import PinnedExpertStore, pinned_form
 from deltic.ops.cuda.layer_offload import host_layer_form
 from deltic.ops.cuda.quantized_moe import knows_packed
+from deltic.ops.parts import Split
 from deltic.ops.quantized import PackedForm, host_form
 from deltic.ops.types import Weight
 from deltic.params import Auto, Draft, Mtp
@@ -97,6 +98,8 @@ class WeightReader:
         quantizes = self._scheme != "none"
         self._quantizes = quantizes and not (drafts and self.tiled)
         check_degree(source.config, options.shards, self.tiled or quantizes, self.tiled)
+        if options.shards > 1 and options.on_gpu:
+            check_gpus(source.config, options, dtype, self.tiled or quantizes)
         self._marks, self._marked = self._mark_files() if files and files.weights is None else ([], 0)
         in_files = files if files and not files.weights else None
         check_experts(in_files, source.config, options, dtype, self.tiled or quantizes)
@@ -112,6 +115,10 @@ class WeightReader:
         if files and files.gguf and self.tiled:
             return packed_sizes(files.gguf, self.source.config, quantized.packed_bytes)
         return weight_sizes(self.source.config, self.dtype, self._scheme)
+
+    def shard_bytes(self) -> int:
+        """Returns the bytes of the text model's weights on the device that has the most."""
+        return largest_part(self.sizes(), self.source.config, self._split)
 
     def tower_bytes(self) -> int:
         """Returns the bytes of the vision tower, if it will be read."""
@@ -297,6 +304,25 @@ def weight_sizes(config: ModelConfig, dtype: DType, scheme: str) -> dict[str, in
     return plain if scheme == "none" else quantized_bytes(config, scheme, plain, quantized.packed_bytes)
 
 
+def check_gpus(config: ModelConfig, options: EngineConfig, dtype: DType, packed: bool) -> None:
+    """Raises ConfigError if a model cannot be split over GPUs. packed: its matrices are quantized."""
+    if dtype != "bfloat16":
+        raise ConfigError(f"tp={options.tp} is not possible on GPUs with dtype {dtype}, which torch serves: use "
+                          "dtype=bfloat16, or tp=1", "tp")
+    if packed and config.experts:
+        raise ConfigError(f"tp={options.tp} is not possible on GPUs with quantized experts: use tp=1, or weights in "
+                          "bfloat16 (packed_weights='off' makes them from a quantized file)", "tp")
+
+
+def largest_part(sizes: Mapping[str, int], config: ModelConfig, split: Split) -> int:
+    """Returns the bytes of weights on the device that has the most. sizes: of whole weights, by name."""
+    shapes, found = expected_tensors(config), [0] * len(split.devices)
+    for name, nbytes in sizes.items():
+        for device, part in split.own(name, shapes[name]):
+            found[device] += nbytes * prod(part.shape(shapes[name])) // prod(shapes[name])
+    return max(found)
+
+
 def packed_form(options: EngineConfig, device: str) -> PackedForm:
     """Returns the form of quantized matrices that the kernels of one of the devices read."""
     if not options.on_gpu:
@@ -367,7 +393,7 @@ def check_packed(files: ModelFiles | None, options: EngineConfig, drafts: bool) 
 
 def _plain_weights_fit(options: EngineConfig, config: ModelConfig) -> bool:
     """True if the GPU has room for the weights in bfloat16."""
-    return 2 * config.parameter_count <= _FREE_SHARE * free_on_card(options)
+    return 2 * config.parameter_count <= options.shards * _FREE_SHARE * free_on_card(options)
 
 
 def _kernels_missing(options: EngineConfig) -> str | None:

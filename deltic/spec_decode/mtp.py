@@ -13,6 +13,7 @@ from torch import Tensor
 from deltic.cache.handles import SequenceCache
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import PlannedRow, StepPlan
+from deltic.errors import RequestError
 from deltic.model.mtp_head import MtpHead
 from deltic.ops.types import (
     PAGE,
@@ -86,12 +87,13 @@ class MtpRunner:
     the hidden state of its last committed token.
     """
 
-    def __init__(self, mtp: MtpHead, views: tuple[CacheViews, ...], hidden: Tensor) -> None:
-        """views: of each device. hidden [1, slots, H] float32: those of the state slots."""
-        self._mtp, self._views, self._slots = mtp, views, hidden[0]
-        self._last = hidden[0, :0]
+    def __init__(self, mtp: MtpHead, views: tuple[CacheViews, ...], slots: List[Tensor], step: MtpStep | None) -> None:
+        """views: of each device. slots [slots, H] float32: the hidden states of the state slots, the same on each
+        device that has them. step: the native implementation. That of several GPUs follows their steps by itself."""
+        self._mtp, self._views, self._slots, self._copies = mtp, views, slots[0], slots
+        self._last = slots[0][:0] if step is None or step.last is None else step.last
         self._backlog: _Backlog | None = None
-        self._step = mtp.ops.mtp_step(mtp.ops, mtp, views[0], hidden[0]) if len(views) == 1 else None
+        self._step = step
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
         """Processes a step. hidden [T, H] float32: those of all its tokens after the model's final norm. `settle` sets
@@ -139,7 +141,9 @@ class MtpRunner:
     def settle(self, slot: int, token: int, hidden: Tensor | None = None) -> None:
         """Sets the last committed token of a slot: an index in the last step's batch, or in that of `hidden`."""
         self.catch_up()
-        self._slots[slot] = (self._last if hidden is None else hidden)[token]
+        last = (self._last if hidden is None else hidden)[token]
+        for slots in self._copies:
+            slots[slot] = last
 
     @property
     def serving(self) -> tuple[MtpHead, MtpStep | None]:
@@ -174,7 +178,10 @@ class MtpRunner:
 
     def draft(self, batch: Batch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
         """Makes one draft for each single-token row. hidden [R, H]: those of the last draft; None: the model's own.
-        Returns hidden [R, H] and logits [R, V] float32, -inf for tokens that a shortened head cannot draft."""
+        Returns hidden [R, H] and logits [R, V] float32, -inf for tokens that a shortened head cannot draft. Raises
+        RequestError on several GPUs."""
+        if len(self._copies) > 1:
+            raise RequestError("the draft head of a model over several GPUs drafts for requests only: use tp=1", "tp")
         self.catch_up()
         if hidden is None:
             hidden = torch.where((batch.done > 0)[:, None], self._slots[batch.source], 0.0)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from hashlib import blake2b
@@ -31,10 +31,10 @@ from deltic.ops import Ops, explain
 from deltic.ops.capabilities import numeric_facts
 from deltic.threads import lower_priority
 
-_START_DELAY = 0.3
-"""Seconds that a start may wait for digests: those of small files are known by then."""
 _REMEMBERED = 1000
 _PIECE = 16 << 20
+_AT_ONCE = _PIECE
+"""Bytes of files that a start hashes before it goes on: 20 ms."""
 _THREADS = 2
 _DIGEST_BYTES = 32
 _BLOCK, _BLOCKS = 4096, 64
@@ -97,10 +97,10 @@ class Identity:
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
     def start_digest(self, digests: FileDigests) -> tuple[Future[str], Callable[[], None]]:
-        """Computes the digest: at once if all files are known, else in the background. Also returns a function that
-        ends the background work."""
+        """Computes the digest: at once if the files are known or small, else in the background. Also returns a function
+        that ends the background work."""
         stop = threading.Event()
-        if all(digests.find(mark) for mark in self.marks):
+        if sum(mark.size for mark in self.marks if digests.find(mark) is None) <= _AT_ONCE:
             found: Future[str] = Future()
             try:
                 found.set_result(self.digest(digests, stop.is_set))
@@ -110,7 +110,6 @@ class Identity:
         with_low_priority = ThreadPoolExecutor(1, "deltic-identity", lower_priority, (19,))
         found = with_low_priority.submit(self.digest, digests, stop.is_set)
         with_low_priority.shutdown(wait=False)
-        wait([found], _START_DELAY)
         return found, stop.set
 
 
@@ -182,21 +181,31 @@ def hash_file(mark: FileMark, stopped: Callable[[], bool]) -> str:
     """Returns a digest of all bytes of a file. Raises ModelError if it cannot be read or has changed since it was
     marked, and CancelledError once `stopped` returns True."""
     whole = blake2b(mark.size.to_bytes(8, "little"), digest_size=_DIGEST_BYTES)
-    waiting = deque[Future[bytes]]()
-    with _opened(mark) as descriptor, ThreadPoolExecutor(_THREADS, "deltic-hash", lower_priority, (19,)) as pool:
+    with _opened(mark) as descriptor:
         try:
-            for start in range(0, mark.size, _PIECE):
-                if stopped():
-                    raise CancelledError
-                if len(waiting) > _THREADS:
-                    whole.update(waiting.popleft().result())
-                waiting.append(pool.submit(_hash_piece, descriptor, start, min(_PIECE, mark.size - start)))
-            for piece in waiting:
-                whole.update(piece.result())
+            for digest in _hash_pieces(descriptor, mark.size, stopped):
+                whole.update(digest)
         except OSError as error:
             raise ModelError(f"{mark.path} cannot be read: {error.strerror}") from error
     mark.check()
     return whole.hexdigest()
+
+
+def _hash_pieces(descriptor: int, size: int, stopped: Callable[[], bool]) -> Iterator[bytes]:
+    """Yields the pieces' digests. A start may wait for those of a small file, so that they do not yield to others."""
+    if size <= _AT_ONCE:
+        yield _hash_piece(descriptor, 0, size)
+        return
+    waiting = deque[Future[bytes]]()
+    with ThreadPoolExecutor(_THREADS, "deltic-hash", lower_priority, (19,)) as pool:
+        for start in range(0, size, _PIECE):
+            if stopped():
+                raise CancelledError
+            if len(waiting) > _THREADS:
+                yield waiting.popleft().result()
+            waiting.append(pool.submit(_hash_piece, descriptor, start, min(_PIECE, size - start)))
+        for piece in waiting:
+            yield piece.result()
 
 
 def _hash_piece(descriptor: int, start: int, size: int) -> bytes:

@@ -14,7 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -240,6 +240,14 @@ class TierIndex:
             self._drop(entry)
         elif entry and entry.state and entry.state.kind == item.kind:
             self._drop_state(entry)
+
+    def drain(self) -> bool:
+        """Waits until everything is written, so that the copies of it are gone. Returns False if nothing was."""
+        self._settle()
+        writes = self.writes
+        wait(writes)
+        self._settle()
+        return bool(writes)
 
     def close(self) -> None:
         """Waits until everything is written; nothing is found or stored afterwards."""

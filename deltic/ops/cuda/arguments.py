@@ -40,15 +40,15 @@ FoldArgs = _struct(
     "updates_step decays_step", "", "key_heads value_heads key_dim value_dim channels tiled base done")
 HeadEnterArgs = _struct(
     "HeadEnterArgs",
-    "ids positions embedding embedded norm_embedding norm_hidden hidden norm slots frequencies axes count "
-    "starts done source x turns last", "eps", "size rotary tokens")
+    "ids positions embedding embedded norm_embedding norm_hidden hidden norm slots kept taken frequencies axes "
+    "count starts done source x turns last", "eps", "size rotary tokens")
 HeadKeysArgs = _struct(
     "HeadKeysArgs", "proj key_norm turns last slots keys values count starts done target append pages", "eps",
     "kv_heads stride rotary width size")
 AcceptArgs = _struct(
     "AcceptArgs",
-    "count ids starts done positions source pages chosen keys temperature last slots next accepted", "",
-    "tokens rows drafts width size key_width")
+    "count ids starts done positions source pages chosen keys temperature next accepted", "",
+    "tokens rows drafts width key_width")
 AttentionArgs = _struct(
     "AttentionArgs", "proj query_norm key_norm bias turns keys values mixed mass y ended count starts done pages",
     "eps", "heads kv_heads stride rotary width parts")
@@ -61,7 +61,8 @@ NumbersArgs = _struct("NumbersArgs", "host numbers drawn", "", "count tokens")
 CursorsArgs = _struct("CursorsArgs", "numbers drawn", "", "tokens rows width")
 RowKeysArgs = _struct("RowKeysArgs", "answers done keys", "", "rows width")
 ChoiceArgs = _struct(
-    "ChoiceArgs", "logits temperature key ids score bounds token chosen landing", "", "vocabulary parts rows")
+    "ChoiceArgs", "logits temperature key ids score bounds token chosen landing", "",
+    "vocabulary parts rows first devices")
 PromptConvArgs = _struct(
     "PromptConvArgs", "proj conv ring tiles units starts done source chunks", "", "stride channels key_heads")
 PromptRingArgs = _struct(
@@ -82,8 +83,9 @@ DeltaScanArgs = _struct(
     "tiles terms gates state core starts done source target firsts emit_row emit_length emit_slot", "",
     "key_heads value_heads tiled row emits")
 ExpertsGateArgs = _struct(
-    "ExpertsGateArgs", "x scale logits weights wanted y count starts", "eps", "tokens first group slots")
-ExpertsDownArgs = _struct("ExpertsDownArgs", "x logits weights y count starts", "", "tokens first slots")
+    "ExpertsGateArgs", "x scale logits weights wanted y count starts", "eps", "tokens first group slots shared")
+ExpertsDownArgs = _struct(
+    "ExpertsDownArgs", "x logits weights y count starts", "", "tokens first slots group shared part adds")
 AskHostArgs = _struct(
     "AskHostArgs",
     "x scale logits weights count starts state request answer counts experts shares factors input", "eps",
@@ -99,7 +101,7 @@ PackedDownArgs = _struct(
 UnpackExpertsArgs = _struct_of("UnpackExpertsArgs", [
     *fields("data y counts"), ("stride", c_longlong),
     ("rows", c_int), ("columns", c_int)])
-RouteArgs = _struct("RouteArgs", "logits expert place counts share count starts", "", "tokens stride")
+RouteArgs = _struct("RouteArgs", "logits expert place counts share count starts", "", "tokens stride first own")
 GroupArgs = _struct(
     "GroupArgs", "x expert place counts wanted share sorted rows tiles total weight count starts", "",
     "tokens hidden shift")
@@ -107,7 +109,11 @@ GroupedArgs = _struct_of("GroupedArgs", [
     ("x", c_uint64 * 16),
     *fields("weights tiles total rows weight y counts"), ("experts", c_longlong),
     ("ahead", c_longlong)])
-CombineArgs = _struct("CombineArgs", "x y count starts", "", "tokens hidden each")
+CombineArgs = _struct("CombineArgs", "x y count starts expert", "", "tokens hidden each")
+AllReduceArgs = _struct_of("AllReduceArgs", [
+    *fields("x y state report"), ("boxes", c_void_p * 8),
+    ("limit", c_longlong),
+    *fields("", "", "cells room rank")])
 TurnArgs = _struct_of("TurnArgs", [
     *fields("qkv cos sin"), ("count", c_longlong),
     ("heads", c_int)])

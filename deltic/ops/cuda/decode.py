@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -32,6 +32,7 @@ from deltic.ops.cuda.kernel_config import (
     heads_stride,
     passes_whole,
     shapes_of,
+    summed,
     unit_of,
 )
 from deltic.ops.cuda.layer_offload import LayerStore, LayerStream, used
@@ -40,7 +41,9 @@ from deltic.ops.cuda.moe import ALL_REAL, RealTokens
 from deltic.ops.cuda.quantized_moe import experts_of
 from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sample import why_not as why_not_draw
+from deltic.ops.cuda.sliced_product import WHOLE, ColumnSlices, split_of
 from deltic.ops.cuda.state_delta_log import NewDeltas, StateDeltaLog, gdn_arguments
+from deltic.ops.cuda.tensor_parallel import PeerExchange, ShardedStep, Shared, add_part, add_rows, alone, part_of
 from deltic.ops.reference import frequency_axis
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import frequencies
@@ -61,6 +64,8 @@ log = logging.getLogger("deltic")
 _CONTEXT_PARTS = 32
 """Parts of a context in attention: a power of two, at most 64; fewer if many rows fill the card."""
 _MAX_ROWS = 1024
+_MAX_SUMMED_ROWS = 256
+"""Rows whose sums over devices are made in float32."""
 
 
 def step(ops: Ops, decoder: DecoderWeights, views: CacheViews
@@ -71,6 +76,15 @@ def step(ops: Ops, decoder: DecoderWeights, views: CacheViews
         return None
     log.info("on the GPU deltic's own kernels serve the steps")
     return DecodeStep(decoder, views, shapes)
+
+
+def sharded_step(ops: Ops, shards: Sequence[DecoderWeights], views: Sequence[CacheViews]) -> ShardedStep | None:
+    """Returns the step of a model that is split over several GPUs; None if the kernels do not serve it."""
+    steps = [step(ops, decoder, own) for decoder, own in zip(shards, views, strict=True)]
+    own = [each for each in steps if isinstance(each, DecodeStep)]
+    if len(own) < len(shards):
+        return None
+    return ShardedStep(own, PeerExchange([each.device for each in own], own[0].hidden))
 
 
 def why_not(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> str | None:
@@ -151,9 +165,18 @@ class DecodeStep:
         self._offloaded = _offloaded_layers(decoder)
         self.prefill = prefill.PrefillStep(self, shapes, self._device) if reads else None
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
+        launches = self.launches(batch)
+        return None if launches is None else alone(launches)
+
+    def launches(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]] | None:
+        """Returns the launches of a step of this device; None for a batch that is not served."""
         if batch.count is None:
-            return self.prefill(batch) if self.prefill and self.prefill.serves(batch) else None
+            return self.prefill.launches(batch) if self.prefill and self.prefill.serves(batch) else None
         tokens = batch.layout.tokens
         if tokens > _MAX_ROWS:
             return None
@@ -188,7 +211,7 @@ class DecodeStep:
             residual=empty(tokens, self.hidden) if residual is None else residual,
             turns=empty(tokens, self.decoder.rope.rotary_dim),
             y=empty(tokens, max(gdn.values if gdn else 1, heads * size), dtype=torch.bfloat16),
-            core=empty(min(tokens, MAX_SPLIT_HEAD_TOKENS), heads_stride(gdn) if gdn else 1),
+            core=empty(min(tokens, MAX_SPLIT_HEAD_TOKENS), heads_stride(gdn, self._shapes.shards) if gdn else 1),
             mixed=empty(tokens, heads, parts, size),
             mass=empty(tokens, heads, parts, 2),
             over_log=over_log,
@@ -214,9 +237,9 @@ class DecodeStep:
 
     # Few tokens
 
-    def _gemv_rows(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _gemv_rows(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]]:
         buffers = self.begin(batch, "few")
-        logits = self.layers(buffers)
+        logits = yield from self.layers(buffers)
         self.end(buffers)
         if not batch.layout.hidden:
             return logits, None
@@ -224,7 +247,7 @@ class DecodeStep:
         self.normed(buffers.residual, None, self.decoder.norm, hidden)
         return logits, hidden
 
-    def layers(self, buffers: _DecodeBuffers) -> Tensor:
+    def layers(self, buffers: _DecodeBuffers) -> Shared[Tensor]:
         """Runs all layers on the residual of few tokens; returns the logits."""
         decoder, tokens, residual = self.decoder, buffers.batch.layout.tokens, buffers.residual
         stream, real = self.stream(few=True), _real(buffers.batch)
@@ -236,15 +259,15 @@ class DecodeStep:
         for layer in decoder.layers:
             self.multiply(_in_proj(layer), residual, layer.input_norm, proj, STORE)
             self.mix(layer, buffers, proj, _rows(_in_proj(layer)))
-            self._project_out(layer, buffers)
+            yield from self._project_out(layer, buffers)
             if isinstance(layer.mlp, MoeWeights):
-                self._add_experts(layer.mlp, layer.post_norm, residual, real)
+                yield from self._add_experts(layer.mlp, layer.post_norm, residual, real)
             elif self._offloaded and layer.dense.pool and layer.dense.pool.layer in self._offloaded.hosted:
                 self._add_host(self._offloaded, layer, residual, real)
             else:
                 with used(stream, layer.dense):
                     self.multiply(layer.dense.gate_up, residual, layer.post_norm, gated, GATE)
-                    self.multiply(layer.dense.down, gated, None, residual, ADD)
+                    yield from self._add(layer.dense.down, gated, residual, layer.dense.shards)
         self.multiply(decoder.head, residual, decoder.norm, logits, STORE)
         return logits
 
@@ -262,42 +285,56 @@ class DecodeStep:
         self._module.launch("k_add_host", (tokens,), 256, args.AddHostArgs(
             y=residual, hidden=self.hidden, **host.answer))
 
-    def _add_experts(self, weights: MoeWeights, norm: Tensor, residual: Tensor, real: RealTokens) -> None:
+    def _add_experts(self, weights: MoeWeights, norm: Tensor, residual: Tensor, real: RealTokens) -> Shared[None]:
         """Adds the mixture of few tokens to the residual. norm [H]: scale of the norm before it."""
         assert self._experts
         logits = residual.new_empty(len(residual), _rows(weights.router))
         self.multiply(weights.router, residual, norm, logits, STORE)
-        self._experts.gemv_rows(weights, residual, norm, self.decoder.eps, logits, real)
+        part = part_of(residual, weights.shards)
+        self._experts.gemv_rows(weights, residual, norm, self.decoder.eps, logits, real, part)
+        yield from add_part(part, residual)
 
     def end(self, buffers: _DecodeBuffers) -> None:
         if buffers.new_deltas and self.delta_log:
             self.delta_log.end(buffers.batch, buffers.new_deltas)
 
-    def _project_out(self, layer: DecoderLayer, buffers: _DecodeBuffers) -> None:
+    def _project_out(self, layer: DecoderLayer, buffers: _DecodeBuffers) -> Shared[None]:
         """Adds the output projection of the mixer to the residual."""
-        mixer, weight = layer.mixer, _out_proj(layer)
-        if not isinstance(mixer, GdnWeights) or not self.splits_heads(mixer.spec, buffers):
-            return self.multiply(weight, buffers.y, None, buffers.residual, ADD)
+        mixer, weight, residual, shards = layer.mixer, _out_proj(layer), buffers.residual, layer.mixer.shards
+        if not isinstance(mixer, GdnWeights):
+            return (yield from self._add(weight, buffers.y, residual, shards))
+        if not self.splits_heads(mixer.spec, buffers):
+            return (yield from self._add(weight, buffers.y, residual, shards, mixer.spec))
         spec, parts = mixer.spec, self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:
-            product = quantized_product.product_of(parts, False, ADD, self.blocks, spec.value_dim,
-                                                   gdn_slice(spec, "few"))
+            product = quantized_product.product_of(parts, False, summed(shards), self.blocks, spec.value_dim,
+                                                   gdn_slice(spec, "few", shards), split_of(shards, spec))
         else:
-            product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks), self._shapes.card)
-        self._launch(product, weight, len(buffers.residual), x=buffers.core, scale=None, y=buffers.residual,
-                     eps=spec.eps)
+            product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks), self._shapes.card, shards)
+        part = part_of(residual, shards)
+        self._launch(product, weight, len(residual), x=buffers.core, scale=None, y=part, eps=spec.eps)
+        yield from add_part(part, residual)
 
-    def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int) -> None:
-        """Multiplies few tokens x [T, columns] with a weight. scale: of the norm before it, if any. out: STORE, ADD or
-        GATE, to y."""
+    def _add(self, weight: object, x: Tensor, residual: Tensor, shards: int, spec: GdnSpec | None = None
+             ) -> Shared[None]:
+        """Adds the product of few tokens x [T, columns] with a weight whose columns `shards` devices have parts of to
+        the residual. spec: as in `split_of`."""
+        part = part_of(residual, shards)
+        self.multiply(weight, x, None, part, summed(shards), split_of(shards, spec))
+        yield from add_part(part, residual)
+
+    def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int,
+                 split: ColumnSlices = WHOLE) -> None:
+        """Multiplies few tokens x [T, columns] with a weight. scale: of the norm before it, if any. out: STORE, ADD,
+        GATE or PART, to y. split: of the columns, with ADD and PART."""
         parts = self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:
-            product = quantized_product.product_of(parts, scale is not None, out, self.blocks)
+            product = quantized_product.product_of(parts, scale is not None, out, self.blocks, split=split)
         else:
             unit = unit_of(_rows(weight), out, self.blocks)
-            product = Multiply(_columns(weight), scale is not None, out, unit, card=self._shapes.card)
+            product = Multiply(_columns(weight), scale is not None, out, unit, split=split, card=self._shapes.card)
         tokens, launches = len(x), -(-len(x) // product.most)
         if launches > 1:
             x = _compact(x, tokens, _columns(weight))
@@ -336,7 +373,8 @@ class DecodeStep:
 
     def _gdn(self, layer: DecoderLayer, mixer: GdnWeights, buffers: _DecodeBuffers, proj: Tensor, stride: int) -> None:
         batch, spec, state = buffers.batch, mixer.spec, self.views.states[layer.store]
-        slices, heads = spec.value_dim // gdn_slice(spec, buffers.kind), spec.value_heads * batch.layout.rows
+        slices = spec.value_dim // gdn_slice(spec, buffers.kind, mixer.shards)
+        heads = spec.value_heads * batch.layout.rows
         splits, kind = self.splits_heads(spec, buffers), buffers.kind
         if splits:
             # kernels with one block for each multiprocessor leave the next one the same room everywhere
@@ -357,7 +395,7 @@ class DecodeStep:
         tokens = len(buffers.residual)
         if buffers.over_log or buffers.kind != "few" or tokens > MAX_SPLIT_HEAD_TOKENS:
             return False
-        slices = spec.value_heads * spec.value_dim // gdn_slice(spec, "few")
+        slices = spec.values // gdn_slice(spec, "few", self._shapes.shards)
         return slices * tokens <= 2 * self.blocks
 
     def _attend(
@@ -374,7 +412,7 @@ class DecodeStep:
 
     # Many tokens
 
-    def _gemm_rows(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _gemm_rows(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]]:
         decoder, buffers = self.decoder, self.begin(batch, "many")
         residual = buffers.residual
         delta: Tensor | None = None
@@ -383,30 +421,55 @@ class DecodeStep:
             proj = self.linear(self.normed(residual, delta, layer.input_norm), _in_proj(layer))
             self.mix(layer, buffers, proj, proj.shape[1])
             weight = _out_proj(layer)
-            delta = self.linear(_compact(buffers.y, len(proj), _columns(weight)), weight)
-            delta = self.feed_forward(layer, residual, delta, stream, _real(batch))
+            mixed = _compact(buffers.y, len(proj), _columns(weight))
+            delta = yield from self.row_parallel(mixed, weight, residual)
+            delta = yield from self.feed_forward(layer, residual, delta, stream, _real(batch))
         self.end(buffers)
         hidden = torch.empty_like(residual) if batch.layout.hidden else None
         return self.head(self.normed(residual, delta, decoder.norm, hidden)), hidden
 
+    def row_parallel(self, x: Tensor, weight: object, residual: Tensor) -> Shared[Tensor | None]:
+        """Multiplies many tokens x [T, columns] bf16 with a weight whose columns may be split over devices. Returns the
+        product [T, H] bf16, which the caller adds to the residual; None if it was added already."""
+        if self._shapes.shards == 1:
+            return self.linear(x, weight)
+        return (yield from add_rows(self.linear(x, weight, _sum_dtype(x)), residual))
+
     def feed_forward(
         self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, stream: LayerStream | None,
         real: RealTokens = ALL_REAL,
-    ) -> Tensor | None:
+    ) -> Shared[Tensor | None]:
         """Adds delta to the residual [T, H] of many tokens and runs the feed-forward. stream: of the step. Returns its
         output [T, H] bf16, which the caller adds; None if it was added already."""
         x = self.normed(residual, delta, layer.post_norm)
         if self._experts and isinstance(layer.mlp, MoeWeights):
             if len(x) <= self._experts.max_gemv_tokens:
-                self._add_experts(layer.mlp, layer.post_norm, residual, real)
+                yield from self._add_experts(layer.mlp, layer.post_norm, residual, real)
                 return None
+            if layer.mlp.shards > 1:
+                return (yield from add_rows(self._mixture_part(layer.mlp, x, real), residual))
             return self._experts.gemm_rows(layer.mlp, x, real)
         with used(stream, layer.dense):
-            both = self.linear(x, layer.dense.gate_up)
-            tokens, width = both.shape[0], both.shape[1] // 2
-            gated = both.new_empty(tokens, width)
-            self._module.launch("k_gate", (-(-width // 2048), tokens), 256, args.GateArgs(x=both, y=gated, width=width))
-            return self.linear(gated, layer.dense.down)
+            gated = self._gated(x, layer.dense)
+            return (yield from self.row_parallel(gated, layer.dense.down, residual))
+
+    def _gated(self, x: Tensor, weights: MlpWeights) -> Tensor:
+        """Returns the inner activations [T, columns] bf16 of a feed-forward of many tokens."""
+        both = self.linear(x, weights.gate_up)
+        tokens, width = both.shape[0], both.shape[1] // 2
+        gated = both.new_empty(tokens, width)
+        self._module.launch("k_gate", (-(-width // 2048), tokens), 256, args.GateArgs(x=both, y=gated, width=width))
+        return gated
+
+    def _mixture_part(self, weights: MoeWeights, x: Tensor, real: RealTokens) -> Tensor:
+        """Returns one device's part [T, H] of a mixture of many tokens, as `add_rows` takes it."""
+        assert self._experts and isinstance(weights.router, Tensor)
+        part = self._experts.gemm_rows(weights, x, real)
+        if weights.shared:
+            gate = torch.mm(x, weights.router[-1:].t(), out_dtype=torch.float32).sigmoid()
+            own = self.linear(self._gated(x, weights.shared), weights.shared.down, torch.float32)
+            part = own.mul_(gate).add_(part)
+        return part.to(_sum_dtype(x))
 
     def linear(self, x: Tensor, weight: object, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Multiplies x [T, columns] bf16 with cuBLAS. A quantized weight is dequantized for the call, piece by piece.
@@ -448,6 +511,11 @@ class DecodeStep:
         self._module.launch("k_add_norm", (y.shape[0],), 256, args.AddNormArgs(
             residual=residual, delta=delta, scale=scale, y=y, wide=wide, eps=self.decoder.eps, hidden=self.hidden))
         return y
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype in which devices exchange sums of many tokens x [T, ...]."""
+    return torch.float32 if len(x) <= _MAX_SUMMED_ROWS else torch.bfloat16
 
 
 def _offloaded_layers(decoder: DecoderWeights) -> LayerStore | None:

@@ -9,9 +9,11 @@ import os
 import struct
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import Structure, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p, cast
 from functools import cache, partial
+from itertools import permutations
 from pathlib import Path
 from threading import get_ident
 from typing import Any, ClassVar, TypeVar
@@ -236,16 +238,29 @@ def record(launch: Callable[[], _Result], pool: Any = None) -> tuple[torch.cuda.
     """Returns a graph of what `launch` launches, which does not run, and the result of `launch`. pool: memory of an
     earlier graph, which this one may use too."""
     graph = torch.cuda.CUDAGraph()
-    # other threads may copy meanwhile, but no old graph may be collected as garbage
+    with recording(), torch.cuda.graph(graph, pool=pool, stream=_capture_stream(torch.cuda.current_device()),
+                                       capture_error_mode="thread_local"):
+        result = launch()
+    return graph, result
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """A graph may be recorded within: other threads may copy meanwhile, but no old graph is collected as garbage."""
     collects = gc.isenabled()
     gc.disable()
     try:
-        with guard().inside(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            result = launch()
+        with guard().inside():
+            yield
     finally:
         if collects:
             gc.enable()
-    return graph, result
+
+
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Torch's own capture stream belongs to the first device that records."""
+    return torch.cuda.Stream(device)
 
 
 def make_current(device: torch.device) -> None:
@@ -255,6 +270,59 @@ def make_current(device: torch.device) -> None:
     if not current:
         _check(_driver().cuDevicePrimaryCtxRetain(byref(context), device.index or 0))
         _check(_driver().cuCtxSetCurrent(context))
+
+
+_ALREADY_REACHED = 704
+"""CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED."""
+
+
+def reach_peers(devices: Sequence[torch.device]) -> bool:
+    """Lets kernels on each of these devices read and write the memory of the others. Returns False if a device cannot
+    reach another one."""
+    numbers = sorted({device.index or 0 for device in devices})
+    contexts, reached = dict[int, c_void_p](), c_int()
+    for number in numbers:
+        contexts[number] = c_void_p()
+        _check(_driver().cuDevicePrimaryCtxRetain(byref(contexts[number]), number))
+    for number, peer in permutations(numbers, 2):
+        _check(_driver().cuDeviceCanAccessPeer(byref(reached), number, peer))
+        if not reached:
+            return False
+    for number, peer in permutations(numbers, 2):
+        with torch.cuda.device(number):
+            torch.cuda.synchronize()  # torch makes the context current
+            result = _driver().cuCtxEnablePeerAccess(contexts[peer], 0)
+        if result != _ALREADY_REACHED:
+            _check(result)
+    return True
+
+
+class DeviceMemory:
+    """Zeros on a device that its peers can reach, as torch's memory cannot be if it lies in expandable segments."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._device, self._at = device, c_uint64()
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()
+            _check(_driver().cuMemAlloc_v2(byref(self._at), c_size_t(nbytes)))
+        self._nbytes = nbytes
+        self.zero_()
+
+    def zero_(self) -> None:
+        """Waits for the device."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            _check(_driver().cuMemsetD8_v2(self._at, 0, c_size_t(self._nbytes)))
+            torch.cuda.synchronize()
+
+    def data_ptr(self) -> int:
+        return self._at.value
+
+    def __del__(self) -> None:
+        if self._at.value:
+            with torch.cuda.device(self._device):
+                _driver().cuMemFree_v2(self._at)
+            self._at.value = 0
 
 
 def tensor_map(matrix: Tensor, rows: int, columns: int) -> bytes:

@@ -23,6 +23,7 @@ from deltic.ops.cuda.moe import ExpertsShape, host_entries
 from deltic.ops.cuda.quantized import KINDS, Tiles
 from deltic.ops.cuda.quantized_moe import PackedShape, experts_shape
 from deltic.ops.cuda.quantized_product import PackedMultiply, parts_of, product_of
+from deltic.ops.cuda.sliced_product import WHOLE, ColumnSlices, SliceShape, split_of
 from deltic.ops.kv import INT4
 from deltic.ops.types import (
     AttentionSpec,
@@ -40,8 +41,9 @@ SEGMENT = 1024
 """Columns of a weight that are copied to shared memory at once."""
 _MIN_BYTES_IN_FLIGHT = 60 << 10
 """Weights for which a block with several tokens needs shared memory; otherwise it takes the next kernel's share too."""
-STORE, ADD, GATE = range(3)
-"""What a product does with its sums: write them, add them to y, or write silu(first half) * second half."""
+STORE, ADD, GATE, PART = range(4)
+"""What a product does with its sums: write them, add them to y, or write silu(first half) * second half. ADD and PART
+sum in the order of `ops.slices`; PART writes the sum of one device's columns."""
 _KV = {torch.bfloat16: "u16", torch.float8_e4m3fn: "u8", INT4: "Int4"}
 """The kernels' types of keys and values."""
 STATES = {torch.float32: "float", torch.bfloat16: "unsigned short"}
@@ -54,10 +56,11 @@ WHOLE_STATE_THREADS = 384
 class Multiply:
     """A product with a bfloat16 weight.
 
-    columns: of the weight. norm: the input is RMS-normed first. out: STORE, ADD or GATE. unit: rows that a block
+    columns: of the weight. norm: the input is RMS-normed first. out: STORE, ADD, GATE or PART. unit: rows that a block
     multiplies at once.
     head, slice: columns of a value head and of a slice of one, if the input is the outputs of split heads, which the
         product norms and gates.
+    split: of the columns, with ADD and PART.
     """
 
     columns: int
@@ -66,18 +69,39 @@ class Multiply:
     unit: int = 8
     head: int = 0
     slice: int = 0
+    split: ColumnSlices = WHOLE
     card: Card = field(default_factory=default_card)
 
     @property
     def most(self) -> int:
         """Largest number of tokens: their input leaves room for sums and for weights on their way; 0 if none fits."""
-        fit = self.card.product_bytes // (self.columns * 2 + 2 * WARPS * 8 * 4)
-        return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, fit)
+        most = MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS
+        fit = self._room(most) // (self.columns * 2 + 2 * self._least_sums(1))
+        if fit > PLAIN_MMA_TOKENS:
+            return min(most, fit)
+        return min(PLAIN_MMA_TOKENS, most, self._room(1) // (self.columns * 2 + 2 * self._least_sums(1)))
+
+    def _room(self, tokens: int) -> int:
+        """Bytes of shared memory for the input and the sums: what the least number of slots leaves."""
+        ring = self._least_slots(tokens) * self._slot(tokens)
+        return min(self.card.product_bytes, self.card.max_shared_bytes - 1024 - ring)
+
+    def _least_slots(self, tokens: int) -> int:
+        return self._shape(tokens).teams if self._sliced else 2
+
+    @property
+    def _sliced(self) -> bool:
+        return self.out in (ADD, PART)
+
+    def _shape(self, tokens: int) -> SliceShape:
+        short = tokens > PLAIN_MMA_TOKENS or self.card.max_shared_bytes < SHARED_BYTES_BESIDE_NEXT
+        return SliceShape(self.columns, self.split, self.unit, short)
 
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
-        out = ("store", "add", "gate")[self.out]
-        return f"product_{self.columns}_{kind}_{out}_{self.unit}_{'many' if tokens > PLAIN_MMA_TOKENS else 'few'}"
+        out = ("store", "add", "gate", "part")[self.out]
+        name = f"product_{self.columns}_{kind}_{out}_{self.unit}_{'many' if tokens > PLAIN_MMA_TOKENS else 'few'}"
+        return name + self.split.suffix * self._sliced
 
     def source(self, tokens: int, limits_registers: bool = False) -> str:
         """Returns the kernel's CUDA source."""
@@ -86,32 +110,50 @@ class Multiply:
         resident = self.card.resident(TWO_BLOCKS_SHARED_BYTES)
         limited = limits_registers and not several and resident > 1
         threads = BOUND_FOR_72_REGISTERS if limited else WARPS * 32 + 32
+        call = f"product<{self.columns}, {norm}, {self.out}, {fours}, {self.unit}>"
+        if self._sliced:
+            call = (f"sliced<{self.columns}, {self.out}, {fours}, {self.unit}, {self.head}, {self.slice}, "
+                    f"{self.split.slices}, {self.split.runs}, {str(self._shape(tokens).short).lower()}>")
         return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
-                f"(const __grid_constant__ Product a) {{ product<{self.columns}, {norm}, {self.out}, {fours}, "
-                f"{self.unit}, {self.head}, {self.slice}>(a); }}\n")
+                f"(const __grid_constant__ Product a) {{ {call}(a); }}\n"
+                + self._shape(tokens).check * self._sliced)
 
     def group(self, tokens: int, units: int) -> int:
         """Units of a block between two sums over its warps: as many as fit."""
-        rest = self.card.product_bytes + 1024 - self._fixed(tokens)
-        return max(1, min(min(self.card.sum_bytes, rest // 2) // (WARPS * 8 * tokens * 4), units))
+        rest = (self._room(tokens) + 1024 - self._fixed(tokens)) // 2
+        if tokens == 1 and self._sliced:  # the least number of slots leaves the next kernel its room
+            beside = SHARED_BYTES_BESIDE_NEXT - self._fixed(tokens) - self._least_slots(tokens) * self._slot(tokens)
+            rest = min(rest, beside // 2)
+        at_once = self._shape(tokens).units if self._sliced else 1
+        return at_once * max(1, min(min(self.card.sum_bytes, rest) // self._least_sums(tokens), -(-units // at_once)))
 
     def slots(self, tokens: int, sums: int) -> int:
         """Slots of a block's ring of weight segments. sums: bytes of shared memory for sums."""
-        slot, fixed = self._slot, self._fixed(tokens) + sums
+        slot, fixed, least = self._slot(tokens), self._fixed(tokens) + sums, self._least_slots(tokens)
         most = self.card.max_shared_bytes
         slots = (min(SHARED_BYTES_BESIDE_NEXT, most) - fixed) // slot
-        if slots < 3 or (tokens > 1 and slots * slot < _MIN_BYTES_IN_FLIGHT):
+        if slots < max(3, least * self._sliced) or (tokens > 1 and slots * slot < _MIN_BYTES_IN_FLIGHT):
             slots = (most - fixed) // slot
-        return max(2, min(slots, 24 if self.columns < SEGMENT else 12))
+        slots = max(least, min(slots, 24 if slot < self.unit * SEGMENT * 2 else 12))
+        return slots // least * least if self._sliced and self._shape(tokens).units > 1 else slots
 
     def shared(self, tokens: int, group: int, units: int) -> tuple[int, int]:
         """Returns slots and bytes of shared memory of a block with so many units."""
-        sums = (1 if group >= units else 2) * group * WARPS * 8 * tokens * 4
-        slots = max(2, min(self.slots(tokens, sums), units * -(-self.columns // SEGMENT)))
-        return slots, max(TWO_BLOCKS_SHARED_BYTES, self._fixed(tokens) + sums + slots * self._slot)
+        shape, at_once, steps = self._shape(tokens), 1, units * -(-self.columns // SEGMENT)
+        if self._sliced:
+            at_once = shape.units
+            steps = -(-units // at_once) * shape.rounds * shape.teams
+        sums = (1 if group >= units else 2) * group // at_once * self._least_sums(tokens)
+        slots = max(2, min(self.slots(tokens, sums), steps))
+        return slots, max(TWO_BLOCKS_SHARED_BYTES, self._fixed(tokens) + sums + slots * self._slot(tokens))
 
-    @property
-    def _slot(self) -> int:
+    def _least_sums(self, tokens: int) -> int:
+        """Bytes of shared memory for the sums of each warp of the units that are multiplied at once."""
+        return WARPS * (self.unit if self._sliced else 8) * tokens * 4
+
+    def _slot(self, tokens: int) -> int:
+        if self._sliced:
+            return self._shape(tokens).slot
         return self.unit * (self.columns * 2 if self.columns <= SEGMENT else SEGMENT * 2 + 64)
 
     def _fixed(self, tokens: int) -> int:
@@ -121,7 +163,7 @@ class Multiply:
 def unit_of(rows: int, out: int, blocks: int) -> int:
     """Rows of a unit: 4 instead of 8 where blocks then get more equal shares."""
     most = {unit: -(-rows // (unit * blocks)) * unit for unit in (8, 4)}
-    return 4 if out == ADD and most[4] < 0.95 * most[8] else 8
+    return 4 if out in (ADD, PART) and most[4] < 0.95 * most[8] else 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +178,7 @@ class Shapes:
     host: hidden size, if the host computes the feed-forward of dense layers; else 0.
     form: of the attention layers (kernels/attention.cuh).
     card: for which the kernels are made.
+    shards: devices over which the layers are split; specs and products are those of one.
     """
 
     products: tuple[Multiply | PackedMultiply, ...]
@@ -150,6 +193,7 @@ class Shapes:
     state: str = "float"
     form: int = 3
     card: Card = field(default_factory=default_card)
+    shards: int = 1
 
     @property
     def shared(self) -> int:
@@ -169,7 +213,7 @@ class Shapes:
 
     def source(self) -> str:
         """Returns the CUDA source of all kernels for decode steps."""
-        files = ["input", "product", "gdn", "gdn_many", "kv", "attention", "small"]
+        files = ["input", "product", "sliced", "gdn", "gdn_many", "kv", "attention", "small"]
         if self.delta_logs:
             files.append("verify")
         if self.kinds or isinstance(self.experts, PackedShape):
@@ -218,7 +262,7 @@ class Shapes:
 
     def _gdn(self, gdn: GdnSpec, kind: str, name: str) -> list[str]:
         """The kernels of Gated DeltaNet layers. kind: type of the projections. name: `few` or `many` tokens."""
-        text, size = list[str](), gdn_slice(gdn, name)
+        text, size = list[str](), gdn_slice(gdn, name, self.shards)
         shape, block = f"{gdn.key_dim}, {gdn.value_dim}, {size}, {kind}", gdn.value_dim // size * 128
         if name == "few":
             text.append(entry("gdn_spread", "Gdn", "128, 6", f"gdn_spread<{shape}>"))
@@ -247,14 +291,15 @@ def state_header(state: str) -> str:
     return f"typedef {state} State;\n"
 
 
-def gdn_slice(spec: GdnSpec, kind: str) -> int:
-    """Columns of a value head for four warps; with few rows fewer, so that a row's heads fill the card."""
-    return 16 if kind == "few" and spec.value_dim == 128 and spec.value_heads <= 16 else 32
+def gdn_slice(spec: GdnSpec, kind: str, shards: int = 1) -> int:
+    """Columns of a value head for four warps; with few rows fewer, so that a row's heads fill the card. spec: of one of
+    `shards` devices. The sums of a head depend on this, so that it is the same on any number of devices."""
+    return 16 if kind == "few" and spec.value_dim == 128 and spec.value_heads * shards <= 16 else 32
 
 
-def heads_stride(spec: GdnSpec) -> int:
+def heads_stride(spec: GdnSpec, shards: int = 1) -> int:
     """Floats from token to token in the output of split heads: values, then a sum of squares for each slice."""
-    return (spec.values + spec.values // gdn_slice(spec, "few") + 3) // 4 * 4
+    return (spec.values + spec.values // gdn_slice(spec, "few", shards) + 3) // 4 * 4
 
 
 def attention_bytes(spec: AttentionSpec, card: Card) -> int:
@@ -274,9 +319,15 @@ def states_at_once(spec: GdnSpec, state: str, card: Card) -> int:
     return card.whole_state_bytes // (spec.key_dim * spec.value_dim * (4 if state == "float" else 2))
 
 
-def heads_product(spec: GdnSpec, unit: int, card: Card | None = None) -> Multiply:
-    """Returns the output projection of split heads."""
-    return Multiply(spec.values, False, ADD, unit, spec.value_dim, gdn_slice(spec, "few"), card or default_card())
+def heads_product(spec: GdnSpec, unit: int, card: Card | None = None, shards: int = 1) -> Multiply:
+    """Returns the output projection of split heads. spec: of one of `shards` devices."""
+    return Multiply(spec.values, False, summed(shards), unit, spec.value_dim, gdn_slice(spec, "few", shards),
+                    split_of(shards, spec), card or default_card())
+
+
+def summed(shards: int) -> int:
+    """What a product does with sums that `shards` devices have parts of."""
+    return ADD if shards == 1 else PART
 
 
 def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[Weight, bool]] = ()) -> Shapes | None:
@@ -286,11 +337,9 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
     """
     if not decoder.norm.is_cuda or not _supported_stores(views):
         return None
-    card = card_of(decoder.norm.device)
-    found = _Found(blocks_of(decoder.norm.device), card)
+    found = _Found(blocks_of(decoder.norm.device), card_of(decoder.norm.device))
     gdn: GdnSpec | None = None
-    attention: AttentionSpec | None = None
-    form = 0
+    attention, form = None, 0
     experts: ExpertsShape | None = None
     for layer in decoder.layers:
         mixer = layer.mixer
@@ -299,14 +348,14 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
                 return None
             gdn = mixer.spec
             found.add(mixer.in_proj, True, STORE)
-            found.add(mixer.out_proj, False, ADD, gdn)
+            found.add_summed(mixer.out_proj, mixer.shards, gdn)
         else:
             own_form = form_of(mixer)
             if attention and (mixer.spec, own_form) != (attention, form):
                 return None
             attention, form = mixer.spec, own_form
             found.add(mixer.qkv, True, STORE)
-            found.add(mixer.o_proj, False, ADD)
+            found.add_summed(mixer.o_proj, mixer.shards)
         if isinstance(layer.mlp, MoeWeights):
             own = experts_shape(layer.mlp)
             experts = own.joined(experts) if own and experts else own
@@ -336,7 +385,8 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
         kv=_KV[views.kv[0].keys.dtype] if views.kv else "u16",
         state=STATES[views.states[0].recurrent.dtype] if views.states else "float",
         form=form,
-        card=card,
+        card=found.card,
+        shards=max(layer.mixer.shards for layer in decoder.layers),
     )
     return shapes if found.all_known and _supported(shapes) else None
 
@@ -353,27 +403,42 @@ class _Found:
     asks_host: bool = False
     all_known: bool = True
 
-    def add(self, weight: Weight, norm: bool, out: int, heads: GdnSpec | None = None) -> None:
-        """heads: the weight may be multiplied with the outputs of split heads."""
+    def add(self, weight: Weight, norm: bool, out: int) -> None:
         if isinstance(weight, Tensor) and _plain(weight):
             unit = unit_of(weight.shape[0], out, self.blocks)
             self.products[Multiply(weight.shape[1], norm, out, unit, card=self.card)] = None
-            if heads:
-                unit = unit_of(weight.shape[0], ADD, self.blocks)
-                self.products[heads_product(heads, unit, self.card)] = None
-        elif parts := self.parts.get(id(weight)) or parts_of(weight, out == GATE):
-            self.parts[id(weight)] = parts
-            self.kinds.update(part.type for part in parts)
+        elif parts := self._parts_of(weight, out):
             self.products[product_of(parts, norm, out, self.blocks)] = None
-            if heads:
-                product = product_of(parts, norm, out, self.blocks, heads.value_dim, gdn_slice(heads, "few"))
-                self.products[product] = None
         else:
             self.all_known = False
 
+    def add_summed(self, weight: Weight, shards: int, heads: GdnSpec | None = None) -> None:
+        """A weight whose columns `shards` devices have parts of. heads: it may be multiplied with the outputs of split
+        heads."""
+        out, split = summed(shards), split_of(shards, heads)
+        if isinstance(weight, Tensor) and _plain(weight):
+            unit = unit_of(weight.shape[0], out, self.blocks)
+            self.products[Multiply(weight.shape[1], False, out, unit, split=split, card=self.card)] = None
+            if heads:
+                self.products[heads_product(heads, unit, self.card, shards)] = None
+        elif parts := self._parts_of(weight, out):
+            self.products[product_of(parts, False, out, self.blocks, split=split)] = None
+            if heads:
+                size = gdn_slice(heads, "few", shards)
+                self.products[product_of(parts, False, out, self.blocks, heads.value_dim, size, split)] = None
+        else:
+            self.all_known = False
+
+    def _parts_of(self, weight: Weight, out: int) -> tuple[Tiles, ...] | None:
+        parts = self.parts.get(id(weight)) or parts_of(weight, out == GATE)
+        if parts:
+            self.parts[id(weight)] = parts
+            self.kinds.update(part.type for part in parts)
+        return parts
+
     def add_dense(self, weights: MlpWeights) -> None:
         self.add(weights.gate_up, True, GATE)
-        self.add(weights.down, False, ADD)
+        self.add_summed(weights.down, weights.shards)
         self.asks_host |= weights.pool is not None and weights.pool.store.host is not None
 
 

@@ -24,6 +24,7 @@ from deltic.ops.cuda.layout import (
     TWO_BLOCKS_SHARED_BYTES,
     WARPS,
 )
+from deltic.ops.slices import SLICES, slice_ends
 from deltic.ops.types import ExpertPool, MlpWeights, MoeWeights, Weight
 
 GATE_SHARED_BYTES, DOWN_SHARED_BYTES = 115 << 10, 98 << 10
@@ -39,7 +40,8 @@ class ExpertsShape:
 
     count: experts of `size` rows. A token uses `per_token` of them. shared: one more of the same size for all
         tokens.
-    normalised: as in `MoeWeights`. host: for few tokens the host computes some of them.
+    normalised: as in `MoeWeights`. host: for few tokens the host computes some of them. shards: devices over which they
+        are split.
     """
 
     hidden: int
@@ -49,12 +51,18 @@ class ExpertsShape:
     shared: bool
     normalised: bool
     host: bool = field(default=False, kw_only=True)
+    shards: int = field(default=1, kw_only=True)
     card: Card = field(default_factory=default_card, kw_only=True)
 
     @property
     def experts_per_token(self) -> int:
         """Experts that a token passes, the shared one included."""
         return self.per_token + self.shared
+
+    @property
+    def groups_shared(self) -> bool:
+        """True if the kernels for many tokens serve the shared expert too, which other devices have no columns of."""
+        return self.shared and self.shards == 1
 
     @property
     def known(self) -> bool:
@@ -110,7 +118,8 @@ class ExpertsShape:
         """Returns slots of the ring and bytes of shared memory."""
         experts = min(self.count, tokens * self.per_token) + self.shared
         slot = -(-(32 * self.size + tokens * (-(-self.size // 64) * 128 + 64)) // 128) * 128
-        fixed = self.ring_offset + 2 * WARPS * 16 * 4 * tokens
+        sums = (SLICES * self.shared + WARPS * parts_at_once(tokens)) * 16 * 4 * tokens
+        fixed = self.ring_offset + 2 * sums
         slots = ring_slots(fixed, slot, DOWN_SHARED_BYTES, experts * -(-self.hidden // (16 * blocks)),
                            self.card, tokens)
         return slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot)
@@ -128,17 +137,18 @@ class ExpertsShape:
     def gemv_entries(self) -> Iterator[str]:
         """Yields the sources of kernels for few tokens."""
         few = f"{self.hidden}, {self.size}, {self.template_args}, {cpp_bool(self.normalised)}"
-        host, resident = ", true" * self.host, self.card.resident(TWO_BLOCKS_SHARED_BYTES)
+        absent = ", true" * (self.host or self.shards > 1)
+        resident = self.card.resident(TWO_BLOCKS_SHARED_BYTES)
         for name, many in (("few", False), ("many", True)):
             for kind, type in (("gate", "ExpertsGate"), ("down", "ExpertsDown")):
                 yield entry(f"experts_{kind}_{name}", type, f"{WARPS * 32 + 32}, {resident}",
-                             f"experts_{kind}<{few}, {cpp_bool(many)}, {self.ring_offset}{host}>")
+                             f"experts_{kind}<{few}, {cpp_bool(many)}, {self.ring_offset}{absent}>")
         if self.host:
             yield from host_entries(f"{self.hidden}, {self.template_args}, {cpp_bool(self.normalised)}")
 
     def grouped_entries(self) -> Iterator[str]:
         """Yields the sources of kernels for many tokens."""
-        experts = self.template_args
+        experts = f"{self.count}, {self.per_token}, {cpp_bool(self.groups_shared)}"
         yield entry("route", "Route", "256", f"route<{experts}, {cpp_bool(self.normalised)}>")
         yield entry("group", "Group", "1024", f"group<{experts}>")
         yield entry("combine", "Combine", "256", "combine")
@@ -164,10 +174,15 @@ def shape_of(weights: MoeWeights) -> ExpertsShape | None:
     if not all(map(_plain, _matrices(weights))) or (isinstance(weights.experts, ExpertPool) and store is None):
         return None
     hidden, size = (store.hidden, store.size) if store else _sizes(weights.parts[0])[1]
-    if any(_sizes(part) != ((2 * size, hidden), (hidden, size)) for part in weights.parts):
+    common = _shared_columns(weights) or size
+    own = [size] * (len(weights.parts) - shared) + [common] * shared
+    if common % 8 or any(_sizes(part) != ((2 * columns, hidden), (hidden, columns))
+                         for part, columns in zip(weights.parts, own, strict=True)):
         return None
-    shape = ExpertsShape(hidden, size, len(weights.experts), weights.per_token, shared, weights.normalised,
-                         host=store is not None and store.host is not None, card=card_of(router.device))
+    count = len(weights.experts) if weights.shards == 1 else len(router) - shared
+    shape = ExpertsShape(hidden, size, count, weights.per_token, shared, weights.normalised,
+                         host=store is not None and store.host is not None, shards=weights.shards,
+                         card=card_of(router.device))
     return shape if shape.known else None
 
 
@@ -218,9 +233,9 @@ class MoeOp:
         experts."""
 
     def gemv_rows(self, weights: MoeWeights, residual: Tensor, scale: Tensor, eps: float, logits: Tensor,
-                  real: RealTokens = ALL_REAL) -> None:
+                  real: RealTokens = ALL_REAL, y: Tensor | None = None) -> None:
         """Adds the mixture of few tokens to the residual [T, H] float32. scale [H]: of the norm before it. logits
-        [T, n] float32: of the router."""
+        [T, n] float32: of the router. y [T, H] float32: where one of several devices writes its part."""
         for first in range(0, len(residual), self.tokens_at_once):
             part = slice(first, first + self.tokens_at_once)
             x, own = residual[part], logits[part]
@@ -231,30 +246,38 @@ class MoeOp:
             gated = torch.empty(tokens * self._shape.experts_per_token, self._shape.size, dtype=torch.bfloat16,
                                 device=x.device)
             numbers = {"tokens": tokens, "first": first, "count": real.count, "starts": real.starts, "logits": own}
-            self._launch_gemv(weights, x, gated, {"x": x, "scale": scale, "eps": eps, **numbers}, numbers)
+            target = x if y is None else y[part]
+            self._launch_gemv(weights, target, gated, {"x": x, "scale": scale, "eps": eps, **numbers}, numbers)
 
-    def _launch_gemv(self, weights: MoeWeights, residual: Tensor, gated: Tensor, gate: dict[str, Any],
+    def _launch_gemv(self, weights: MoeWeights, y: Tensor, gated: Tensor, gate: dict[str, Any],
                      down: dict[str, Any]) -> None:
-        """Launches both products of tokens that fit in shared memory. gate, down: arguments that all formats have."""
-        table, tokens, threads = self._tables[id(weights)], len(residual), WARPS * 32 + 32
-        (group, slots, shared), (down_slots, down_shared) = self._plans[tokens]
+        """Launches both products of tokens that fit in shared memory. y: the residual, or a device's part. gate, down:
+        arguments that all formats have."""
+        table, tokens, threads = self._tables[id(weights)], len(y), WARPS * 32 + 32
+        shared, count = _shared_columns(weights) or self._shape.size, self._shape.count
+        (group, slots, bytes), (down_slots, down_bytes) = self._plans[tokens]
         gate |= {"weights": table.at.gate}
         name, host = "many" if tokens > MMA_TOKENS else "few", table.at.host
         if host:
             self._module.launch("k_ask_host", (tokens,), threads, args.AskHostArgs(
                 layer=table.at.layer, **host.request, **gate))
         self._module.launch(f"k_experts_gate_{name}", (self._blocks,), threads, args.ExpertsGateArgs(
-            wanted=table.at.wanted, y=gated, group=group, slots=slots, **gate), shared)
+            wanted=table.at.wanted, y=gated, group=group, slots=slots, shared=shared, **gate), bytes)
         self._module.launch(f"k_experts_down_{name}", (self._blocks,), threads, args.ExpertsDownArgs(
-            x=gated, weights=table.at.down, y=residual, slots=down_slots, **down), down_shared)
+            x=gated, weights=table.at.down, y=y, slots=down_slots, group=parts_at_once(tokens), shared=shared,
+            part=first_part(weights, count), adds=weights.shards == 1, **down), down_bytes)
         if host:
             self._module.launch("k_add_host", (tokens,), 256, args.AddHostArgs(
-                y=residual, hidden=self._shape.hidden, **host.answer))
+                y=y, hidden=self._shape.hidden, **host.answer))
 
     def gemm_rows(self, weights: MoeWeights, x: Tensor, real: RealTokens = ALL_REAL) -> Tensor:
-        """Normed hidden states [T, H] bf16 -> the mixture [T, H] bf16; zeros for padding."""
+        """Normed hidden states [T, H] bf16 -> the mixture [T, H] bf16; zeros for padding. One of several devices
+        returns the sum over its experts, without the shared one."""
         shape, table, tokens = self._shape, self._tables[id(weights)], len(x)
-        pairs, tile = tokens * shape.experts_per_token, _tile(tokens * shape.per_token / shape.count)
+        each, own = shape.per_token + shape.groups_shared, shape.count
+        if weights.shards > 1:
+            own = len(weights.experts)
+        pairs, tile = tokens * each, _tile(tokens * shape.per_token / shape.count)
         _, resident = _stages(shape.card, tile)
         logits = torch.mm(x, table.router.t(), out_dtype=torch.float32)
 
@@ -268,7 +291,7 @@ class MoeOp:
         outputs = x.new_empty(pairs, shape.hidden)
         self._module.launch("k_route", (-(-tokens // 8),), 256, args.RouteArgs(
             logits=logits, expert=expert, place=place, counts=self._counts, share=share, count=real.count,
-            starts=real.starts, tokens=tokens, stride=logits.shape[1]))
+            starts=real.starts, tokens=tokens, stride=logits.shape[1], first=weights.first, own=own))
         self.prepare(weights)
         self._module.launch("k_group", (-(-pairs // 32),), 1024, args.GroupArgs(
             x=x, expert=expert, place=place, counts=self._counts, wanted=table.at.wanted, share=share, sorted=ordered,
@@ -280,13 +303,24 @@ class MoeOp:
                                 args.GroupedArgs(
                 x=_words(tensor_map(source, tile, BOX_COLUMNS)), weights=maps, tiles=tiles, total=total, rows=rows,
                 weight=weight, y=target, counts=self._counts if kind == "down" else None, experts=shape.count,
-                ahead=self.ahead if kind == "gate" and tokens * shape.per_token >= 4 * shape.count else 0),
+                ahead=self.ahead if kind == "gate" and own == shape.count <= tokens * shape.per_token // 4 else 0),
                 tile_bytes(shape.card, tile))
         mixture = torch.empty_like(x)
         self._module.launch("k_combine", (tokens, -(-shape.hidden // 2048)), 256, args.CombineArgs(
-            x=outputs, y=mixture, count=real.count, starts=real.starts, tokens=tokens, hidden=shape.hidden,
-            each=shape.experts_per_token))
+            x=outputs, y=mixture, count=real.count, starts=real.starts, expert=expert if own < shape.count else None,
+            tokens=tokens, hidden=shape.hidden, each=each))
         return mixture
+
+
+def _shared_columns(weights: MoeWeights) -> int:
+    """Returns the columns that a device has of a split shared expert; 0 if it is not split, or if there is none."""
+    return _sizes(weights.shared)[1][1] if weights.shared and weights.shards > 1 else 0
+
+
+def first_part(weights: MoeWeights, count: int) -> int:
+    """Returns the number of the device's first part (`ops.slices`). count: of all experts."""
+    starts = [0, *slice_ends(count, 1)]
+    return next(part for part in range(0, SLICES, SLICES // weights.shards) if starts[part] == weights.first)
 
 
 def _store(weights: MoeWeights) -> PinnedExpertStore | None:
@@ -299,6 +333,17 @@ def _addresses(weights: MoeWeights, device: torch.device) -> ExpertAddresses:
     pairs, store = [_both(part) for part in weights.parts], _store(weights)
     if store and isinstance(weights.experts, ExpertPool):
         return store.addresses(weights.experts.layer, pairs[0] if pairs else None)
+    if weights.shards > 1:  # experts of other devices lie nowhere
+        count, own = len(weights.router) - (weights.shared is not None), len(weights.experts)
+        tables, maps = list[Tensor](), list[Tensor]()
+        for index in range(2):
+            found = [pair[index].data_ptr() for pair in pairs]
+            rest = [0] * (count - weights.first - own)
+            tables.append(torch.tensor([*[0] * weights.first, *found[:own], *rest, *found[own:]], device=device))
+            # no tile is of an expert without a map
+            maps.append(torch.zeros(count, 128, dtype=torch.uint8, device=device))
+            maps[-1][weights.first:weights.first + own] = maps_of([pair[index] for pair in pairs[:own]], index)
+        return ExpertAddresses(tables[0], tables[1], maps[0], maps[1], None)
     gate, down = (torch.tensor([pair[index].data_ptr() for pair in pairs], device=device) for index in range(2))
     gate_maps, down_maps = (maps_of([pair[index] for pair in pairs], index) for index in range(2))
     return ExpertAddresses(gate, down, gate_maps, down_maps, None)
@@ -342,6 +387,11 @@ def _plain(weight: Weight) -> bool:
 def _sizes(part: MlpWeights) -> tuple[tuple[int, ...], tuple[int, ...]]:
     gate, down = _both(part)
     return tuple(gate.shape), tuple(down.shape)
+
+
+def parts_at_once(tokens: int) -> int:
+    """Returns the parts of the mixture (`ops.slices`) whose sums the threads of a block make at once."""
+    return min(SLICES, 1 << (WARPS * 32 // (16 * tokens)).bit_length() - 1)
 
 
 def ring_slots(fixed: int, slot: int, beside: int, items: int, card: Card, tokens: int) -> int:

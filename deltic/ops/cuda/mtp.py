@@ -1,8 +1,13 @@
 """A draft head by our own kernels: its K/V after every step, and all drafts of a step as one CUDA graph, which starts
-from the model's draws without waiting for the host."""
+from the model's draws without waiting for the host.
+
+Several devices have the head's K/V heads and its feed-forward in parts, all else whole. Each draws the same drafts by
+itself, from the same numbers, so that only the sums of the layer are exchanged.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +17,11 @@ from torch import Tensor
 from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.decode import DecodeStep, why_not
-from deltic.ops.cuda.driver import Module, entry, headers, record, why_not_compiled
+from deltic.ops.cuda.driver import Module, entry, headers, why_not_compiled
 from deltic.ops.cuda.kernel_config import STORE, Shapes, shapes_of
 from deltic.ops.cuda.layout import MAX_GEMV_TOKENS
 from deltic.ops.cuda.sample import choose
+from deltic.ops.cuda.tensor_parallel import PartExchange, PartialSum, Shared, record_all, together
 from deltic.ops.types import (
     AttentionWeights,
     Batch,
@@ -35,8 +41,24 @@ MAX_KEPT_TOKENS = 1024
 
 def mtp_step(ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) -> MtpStep | None:
     """Returns None if the kernels do not know the head or the rest of the model: torch then serves it."""
+    heads = draft_heads(ops, [weights], [views], [slots], _no_exchange)
+    return heads.step if heads else None
+
+
+def draft_heads(ops: Ops, weights: Sequence[MtpWeights], views: Sequence[CacheViews], slots: Sequence[Tensor],
+                exchange: PartExchange) -> DraftHeads | None:
+    """As `mtp_step`, on several devices. exchange: the one of their steps."""
+    heads = list[MtpHeadOp]()
+    for own, cache, hidden in zip(weights, views, slots, strict=True):
+        head = _head(ops, own, CacheViews(cache.kv, ()), hidden)
+        if head is None:
+            return None
+        heads.append(head)
+    return DraftHeads(heads, exchange)
+
+
+def _head(ops: Ops, weights: MtpWeights, kv: CacheViews, slots: Tensor) -> MtpHeadOp | None:
     decoder = _as_decoder(weights)
-    kv = CacheViews(views.kv, ())
     if not slots.is_cuda or why_not(ops, decoder, kv):
         return None
     keys_values = _keys_values(decoder, weights)
@@ -46,8 +68,11 @@ def mtp_step(ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) ->
         return None
     if any(why_not_compiled(text, slots.device) for text in (source(shapes, slots.shape[1]), shapes.source())):
         return None
-    head = MtpHeadOp(decoder, weights, keys_values, kv, shapes, slots)
-    return MtpStep(head.follow, head.draft, head.draft_ahead, head.record, head.last)
+    return MtpHeadOp(decoder, weights, keys_values, kv, shapes, slots)
+
+
+def _no_exchange(parts: Sequence[PartialSum]) -> None:
+    raise AssertionError("a model on one device has no parts of sums")
 
 
 def source(shapes: Shapes, hidden: int) -> str:
@@ -82,51 +107,38 @@ def _keys_values(decoder: DecoderWeights, weights: MtpWeights) -> Weight:
     return mixer.qkv[-2 * mixer.spec.kv:] if isinstance(mixer.qkv, Tensor) else weights.kv
 
 
-@dataclass(frozen=True, slots=True)
-class _Drafts:
-    """The recorded drafts of a bucket.
-
-    numbers: the graph's input, laid out as in kernels/draft.cuh. drafted: its output; tokens and accepted are views of
-        it.
-    """
-
-    numbers: Tensor
-    drafted: Drafted
-    tokens: Tensor
-    accepted: Tensor
-    graph: torch.cuda.CUDAGraph
-
-
 class MtpHeadOp:
-    """A draft head over one cache. last [MAX_KEPT_TOKENS, H] float32: the hidden states of the last step's tokens."""
+    """A draft head over one cache, on one device.
+
+    last [MAX_KEPT_TOKENS, H] float32: the hidden states of the last step's tokens.
+    """
 
     def __init__(self, decoder: DecoderWeights, weights: MtpWeights, keys_values: Weight, views: CacheViews,
                  shapes: Shapes, slots: Tensor) -> None:
         self._weights, self._slots, self._views = weights, slots, views
-        self._layer, self._device, self._size = decoder.layers[0], slots.device, slots.shape[1]
+        self._layer, self.device, self._size = decoder.layers[0], slots.device, slots.shape[1]
         self._step = DecodeStep(decoder, views, shapes, reads=False)
         self._module = Module(source(shapes, self._size), slots.device)
         mixer = self._layer.mixer
         assert isinstance(mixer, AttentionWeights)
         self._mixer, self._kv = mixer, keys_values
-        self._known: dict[tuple[int, int, int], _Drafts] = {}
-        self._pool: Any = None
         self.last = torch.zeros(MAX_KEPT_TOKENS, self._size, device=slots.device)
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
         """As `MtpStep.follow`."""
         tokens = batch.layout.tokens
         if batch.count is None:
-            batch = replace(batch, count=torch.full((1,), batch.layout.rows, device=self._device))
+            batch = replace(batch, count=torch.full((1,), batch.layout.rows, device=self.device))
         append = batch.append.long() if batch.layout.appends else None
         last = self.last if tokens <= MAX_KEPT_TOKENS else None
-        x = torch.empty(tokens, 2 * self._size, dtype=torch.bfloat16, device=self._device)
-        turns = torch.empty(tokens, self._weights.rope.rotary_dim, device=self._device)
+        x = torch.empty(tokens, 2 * self._size, dtype=torch.bfloat16, device=self.device)
+        turns = torch.empty(tokens, self._weights.rope.rotary_dim, device=self.device)
         self._enter(batch, x, turns, hidden, last)
         kv, spec, kind = self._views.kv[self._layer.store], self._mixer.spec, "few"
+        kv.wait()
         if tokens <= MAX_GEMV_TOKENS:
-            joined = torch.empty(tokens, self._size, device=self._device)
-            proj = torch.empty(tokens, 2 * spec.kv, device=self._device)
+            joined = torch.empty(tokens, self._size, device=self.device)
+            proj = torch.empty(tokens, 2 * spec.kv, device=self.device)
             self._step.multiply(self._weights.fc, x, None, joined, STORE)
             self._step.multiply(self._kv, joined, self._layer.input_norm, proj, STORE)
         else:
@@ -141,85 +153,146 @@ class MtpHeadOp:
             rows = batch.emit_row
             self._slots[batch.emit_slot] = hidden[batch.starts[rows] + batch.emit_length - batch.done[rows] - 1]
 
+    def accept(self, batch: Batch, drafts: _Drafts, chosen: Tensor | None, keys: Tensor, temperature: Tensor,
+               width: int) -> None:
+        """Writes the numbers of the drafts that follow a step. width: of the keys of a row."""
+        padded = batch.padded
+        assert padded is not None
+        self._module.launch("k_accept", (padded.rows,), 256, args.AcceptArgs(
+            count=padded.numbers, ids=batch.ids, starts=batch.starts, done=batch.done, positions=batch.positions,
+            source=batch.source, pages=batch.pages, chosen=chosen, keys=keys, temperature=temperature,
+            next=drafts.numbers[0], accepted=drafts.accepted, tokens=batch.positions.stride(0), rows=padded.rows,
+            drafts=drafts.outputs[0].drafts, width=batch.pages.shape[1], key_width=width), overlap=False)
+
+    def drafts(self, numbers: Tensor, rows: int, pages: int, tokens: Tensor) -> Shared[None]:
+        """Launches the drafts of a bucket. tokens [drafts, 2, rows]: receives them."""
+        most = len(tokens)
+        count, ids, starts, source, each, temperature, taken, table = numbers.split(_sizes(rows, pages, most))
+        x = torch.empty(rows, 2 * self._size, dtype=torch.bfloat16, device=self.device)
+        residual = torch.empty(rows, self._size, device=self.device)
+        for depth, part in enumerate(each.view(most, 5 * rows).unbind(0)):
+            positions, done, keys = part.split((3 * rows, rows, rows))
+            batch = _batch(count, ids if depth == 0 else tokens[depth - 1, 0], positions.view(3, rows), starts, done,
+                           source, table.view(rows, pages))
+            work = self._step.buffers(batch, "few", residual)
+            self._enter(batch, x, work.turns, residual, taken=None if depth else taken, goes_on=depth > 0)
+            self._step.multiply(self._weights.fc, x, None, residual, STORE)
+            logits = yield from self._step.layers(work)
+            choose(logits, temperature.view(torch.float32), keys, tokens[depth], self._weights.tokens)
+
+    def _enter(self, batch: Batch, x: Tensor, turns: Tensor, hidden: Tensor, last: Tensor | None = None,
+               taken: Tensor | None = None, goes_on: bool = False) -> None:
+        """Writes the head's input x [T, 2 H] bf16 from tokens and the hidden states before them. taken [R]: the tokens
+        of the last step whose hidden states the rows' slots get first, or -1. goes_on: the hidden states are the head's
+        own output for the tokens before."""
+        weights, tokens = self._weights, batch.layout.tokens
+        embedding, embedded = weights.embedding, None
+        if not isinstance(embedding, Tensor):  # the kernel of the model's steps reads its tiles
+            embedded = torch.empty(tokens, self._size, device=self.device)
+            self._step.enter(batch, embedded, turns, tokens)
+        self._module.launch("k_head_enter", (tokens,), 256, args.HeadEnterArgs(
+            ids=batch.ids, positions=batch.positions, embedding=None if embedded is not None else embedding,
+            embedded=embedded, norm_embedding=weights.norm_embedding, norm_hidden=weights.norm_hidden, hidden=hidden,
+            norm=weights.norm if goes_on else None, slots=None if goes_on else self._slots,
+            kept=None if taken is None else self.last, taken=taken,
+            frequencies=self._step.frequencies, axes=self._step.axes, count=batch.count, starts=batch.starts,
+            done=batch.done, source=batch.source, x=x, turns=turns, last=last, eps=weights.eps, size=self._size,
+            rotary=weights.rope.rotary_dim, tokens=tokens), overlap=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafts:
+    """The recorded drafts of a bucket.
+
+    Of each device: numbers: its graph's input, laid out as in kernels/draft.cuh; outputs: what the graph writes, but
+    for tokens and positions that drafts follow, which the first device's `accept` writes: `accepted`.
+    """
+
+    numbers: tuple[Tensor, ...]
+    outputs: tuple[Drafted, ...]
+    accepted: Tensor
+    graphs: tuple[torch.cuda.CUDAGraph, ...]
+
+
+class DraftHeads:
+    """The draft head of a model on all of its devices."""
+
+    def __init__(self, heads: Sequence[MtpHeadOp], exchange: PartExchange) -> None:
+        self._heads, self._exchange = tuple(heads), exchange
+        self._devices = [head.device for head in heads]
+        self._known: dict[tuple[int, int, int], _Drafts] = {}
+        self._pools: list[Any] = [None] * len(heads)
+
+    @property
+    def step(self) -> MtpStep:
+        """With `follow` of the first device."""
+        first = self._heads[0]
+        return MtpStep(first.follow, self.draft, self.draft_ahead, self.record, first.last)
+
+    def follow(self, rank: int, batch: Batch, hidden: Tensor) -> None:
+        """As `MtpStep.follow`, on one device, which is torch's current one."""
+        self._heads[rank].follow(batch, hidden)
+
     def draft(self, batch: Batch, counts: Tensor, sampling: Sampling) -> Tensor:
         """As `MtpStep.draft`. The result is valid until the next drafts. Ignores filters and penalties."""
-        most = len(sampling.key) // batch.layout.rows
-        drafts = self._plan(batch, most, None, sampling.key, sampling.temperature, most)
-        drafts.graph.replay()
-        return drafts.tokens[:, 0, :batch.layout.rows].t()
+        rows = batch.layout.rows
+        most = len(sampling.key) // rows
+        drafted = self._run(batch, most, None, sampling.key, sampling.temperature, most)
+        return _tokens(drafted)[:, 0, :rows].t()
 
     def draft_ahead(self, batch: Batch, most: int, chosen: Tensor, keys: Tensor, temperature: Tensor) -> Drafted:
         """As `MtpStep.draft_ahead`, for a step that had a bucket."""
-        drafts = self._plan(batch, most, chosen, keys, temperature, keys.shape[1])
-        drafts.graph.replay()
-        return drafts.drafted
+        return self._run(batch, most, chosen, keys, temperature, keys.shape[1])
 
     def record(self, rows: int, pages: int, most: int) -> None:
         """Records the drafts of a bucket."""
         key = rows, pages, most
         if key in self._known:
             return
-        size = 2 + 4 * rows + most * 5 * rows + rows * pages
-        numbers = torch.zeros(size, dtype=torch.int64, device=self._device)
-        numbers[0] = 1
-        drafted = Drafted(torch.zeros(2 * rows * (most + 1), dtype=torch.int64, device=self._device), rows, most)
-        each, first = drafted.numbers.split((2 * rows * most, 2 * rows))
-        tokens, accepted = each.view(most, 2, rows), first.view(rows, 2)
-        with torch.cuda.device(self._device):
-            self._draft(numbers, rows, pages, tokens)
-            graph, _ = record(lambda: self._draft(numbers, rows, pages, tokens), self._pool)
-        self._pool = self._pool or graph.pool()
-        self._known[key] = _Drafts(numbers, drafted, tokens, accepted, graph)
+        inputs, outputs = list[Tensor](), list[Drafted]()
+        for device in self._devices:
+            numbers = torch.zeros(sum(_sizes(rows, pages, most)), dtype=torch.int64, device=device)
+            numbers[0] = 1
+            numbers.split(_sizes(rows, pages, most))[-2].fill_(-1)
+            inputs.append(numbers)
+            outputs.append(Drafted(torch.zeros(2 * rows * (most + 1), dtype=torch.int64, device=device), rows, most))
 
-    def _plan(self, batch: Batch, most: int, chosen: Tensor | None, keys: Tensor, temperature: Tensor, width: int
-              ) -> _Drafts:
-        """Writes the input of the bucket's drafts."""
-        padded = batch.padded
-        assert padded is not None, "drafts follow steps that have buckets"
-        key = padded.rows, batch.pages.shape[1], most
+        def launch() -> None:
+            launches = [head.drafts(numbers, rows, pages, _tokens(drafted))
+                        for head, numbers, drafted in zip(self._heads, inputs, outputs, strict=True)]
+            together(self._devices, launches, self._exchange)
+
+        launch()
+        graphs, _ = record_all(launch, self._devices, self._pools)
+        self._pools = [pool or graph.pool() for pool, graph in zip(self._pools, graphs, strict=True)]
+        accepted = outputs[0].numbers[outputs[0].token_at(0):]
+        self._known[key] = _Drafts(tuple(inputs), tuple(outputs), accepted, tuple(graphs))
+
+    def _run(self, batch: Batch, most: int, chosen: Tensor | None, keys: Tensor, temperature: Tensor, width: int
+             ) -> Drafted:
+        """Launches the drafts that follow a step on all devices."""
+        assert batch.padded is not None, "drafts follow steps that have buckets"
+        key = batch.padded.rows, batch.pages.shape[1], most
         self.record(*key)
         drafts = self._known[key]
-        self._module.launch("k_accept", (padded.rows,), 256, args.AcceptArgs(
-            count=padded.numbers, ids=batch.ids, starts=batch.starts, done=batch.done, positions=batch.positions,
-            source=batch.source, pages=batch.pages, chosen=chosen, keys=keys, temperature=temperature, last=self.last,
-            slots=self._slots, next=drafts.numbers, accepted=drafts.accepted, tokens=batch.positions.stride(0),
-            rows=padded.rows, drafts=most, width=batch.pages.shape[1], size=self._size, key_width=width),
-            overlap=False)
-        return drafts
+        self._heads[0].accept(batch, drafts, chosen, keys, temperature, width)
+        for numbers in drafts.numbers[1:]:
+            numbers.copy_(drafts.numbers[0], non_blocking=True)
+        for device, graph in zip(self._devices, drafts.graphs, strict=True):
+            with torch.cuda.device(device):
+                graph.replay()
+        return drafts.outputs[0]
 
-    def _draft(self, numbers: Tensor, rows: int, pages: int, tokens: Tensor) -> None:
-        """Launches the drafts of a bucket."""
-        most = len(tokens)
-        count, ids, starts, source, each, temperature, table = numbers.split(
-            (1, rows, rows + 1, rows, 5 * rows * most, rows, rows * pages))
-        x = torch.empty(rows, 2 * self._size, dtype=torch.bfloat16, device=self._device)
-        residual = torch.empty(rows, self._size, device=self._device)
-        for depth, part in enumerate(each.view(most, 5 * rows).unbind(0)):
-            positions, done, keys = part.split((3 * rows, rows, rows))
-            batch = _batch(count, ids if depth == 0 else tokens[depth - 1, 0], positions.view(3, rows), starts, done,
-                           source, table.view(rows, pages))
-            work = self._step.buffers(batch, "few", residual)
-            self._enter(batch, x, work.turns, residual, goes_on=depth > 0)
-            self._step.multiply(self._weights.fc, x, None, residual, STORE)
-            choose(self._step.layers(work), temperature.view(torch.float32), keys, tokens[depth],
-                   self._weights.tokens)
 
-    def _enter(self, batch: Batch, x: Tensor, turns: Tensor, hidden: Tensor, last: Tensor | None = None,
-               goes_on: bool = False) -> None:
-        """Writes the head's input x [T, 2 H] bf16 from tokens and the hidden states before them. goes_on: these are the
-        head's own output for them."""
-        weights, tokens = self._weights, batch.layout.tokens
-        embedding, embedded = weights.embedding, None
-        if not isinstance(embedding, Tensor):  # the kernel of the model's steps reads its tiles
-            embedded = torch.empty(tokens, self._size, device=self._device)
-            self._step.enter(batch, embedded, turns, tokens)
-        self._module.launch("k_head_enter", (tokens,), 256, args.HeadEnterArgs(
-            ids=batch.ids, positions=batch.positions, embedding=None if embedded is not None else embedding,
-            embedded=embedded, norm_embedding=weights.norm_embedding, norm_hidden=weights.norm_hidden, hidden=hidden,
-            norm=weights.norm if goes_on else None, slots=None if goes_on else self._slots,
-            frequencies=self._step.frequencies, axes=self._step.axes, count=batch.count, starts=batch.starts,
-            done=batch.done, source=batch.source, x=x, turns=turns, last=last, eps=weights.eps, size=self._size,
-            rotary=weights.rope.rotary_dim, tokens=tokens), overlap=False)
+def _sizes(rows: int, pages: int, drafts: int) -> list[int]:
+    """Sizes of the numbers of a bucket's drafts: count, ids, starts, source; positions, done and keys of each draft;
+    temperature, taken and pages."""
+    return [1, rows, rows + 1, rows, 5 * rows * drafts, rows, rows, rows * pages]
+
+
+def _tokens(drafted: Drafted) -> Tensor:
+    """Returns a view [drafts, 2, rows] of the drafted tokens."""
+    return drafted.numbers[:drafted.token_at(0)].view(drafted.drafts, 2, drafted.rows)
 
 
 def _batch(count: Tensor, ids: Tensor, positions: Tensor, starts: Tensor, done: Tensor, source: Tensor, pages: Tensor

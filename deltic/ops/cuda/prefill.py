@@ -22,6 +22,7 @@ from deltic.ops.cuda.card import Card, card_of
 from deltic.ops.cuda.driver import Module, entry, headers, load_module
 from deltic.ops.cuda.kernel_config import Shapes, state_header
 from deltic.ops.cuda.staging import on_device
+from deltic.ops.cuda.tensor_parallel import Shared
 from deltic.ops.kv import INT4, KEY_BITS, VALUE_BITS, take
 from deltic.ops.types import (
     CHUNK,
@@ -415,12 +416,15 @@ class PrefillStep:
             yield from (mixer.in_proj, mixer.out_proj) if isinstance(mixer, GdnWeights) else (mixer.qkv, mixer.o_proj)
             if isinstance(mlp, MlpWeights):
                 yield from (mlp.gate_up, mlp.down)
+            elif mlp.shards > 1 and mlp.shared:
+                yield from (mlp.shared.gate_up, mlp.shared.down)
 
     def serves(self, batch: Batch) -> bool:
         layout = batch.layout
         return not layout.appends and not layout.replays and layout.tokens <= MOST_TOKENS
 
-    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def launches(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]]:
+        """As `DecodeStep.launches`."""
         step, decoder = self._step, self._step.decoder
         plan, tokens = plan_of(batch), batch.layout.tokens
         residual = torch.empty(tokens, step.hidden, device=self._device)
@@ -431,7 +435,7 @@ class PrefillStep:
         buffers = self._buffers(batch, plan, turns)
         delta: Tensor | None = None
         for layer in decoder.layers:
-            delta = self._layer(layer, residual, delta, buffers)
+            delta = yield from self._layer(layer, residual, delta, buffers)
         wanted = batch.logit_tokens
         if batch.layout.hidden:
             hidden = self._norm(residual, delta, decoder.norm)
@@ -462,16 +466,16 @@ class PrefillStep:
 
     def _layer(
         self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, buffers: _PrefillBuffers
-    ) -> Tensor | None:
-        linear, mixer = self._step.linear, layer.mixer
+    ) -> Shared[Tensor | None]:
+        linear, step, mixer = self._step.linear, self._step, layer.mixer
         x = self._norm(residual, delta, layer.input_norm)
         if isinstance(mixer, GdnWeights):
             mixed = self._gdn(layer, mixer, linear(x, mixer.in_proj), buffers)
-            delta = linear(mixed, mixer.out_proj)
+            delta = yield from step.row_parallel(mixed, mixer.out_proj, residual)
         else:
             mixed = self._attention(layer, mixer, linear(x, mixer.qkv), buffers)
-            delta = linear(mixed, mixer.o_proj)
-        return self._step.feed_forward(layer, residual, delta, buffers.stream)
+            delta = yield from step.row_parallel(mixed, mixer.o_proj, residual)
+        return (yield from step.feed_forward(layer, residual, delta, buffers.stream))
 
     def _norm(self, residual: Tensor, delta: Tensor | None, scale: Tensor) -> Tensor:
         """Adds delta to the residual; returns the norm [T, H] bf16."""

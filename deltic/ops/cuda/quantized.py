@@ -89,6 +89,10 @@ class Tiles(QTensor):
         to[(places // TILE_ROWS)[:, None, None], tiles, own[places % TILE_ROWS][:, None]] = of[
             (rows // TILE_ROWS)[:, None, None], tiles, own[rows % TILE_ROWS][:, None]]
 
+    def row_view(self, first: int, end: int) -> Tiles:
+        assert first % TILE_ROWS == 0 and (end % TILE_ROWS == 0 or end == self.rows)
+        return replace(self, rows=end - first, data=self.data[first // TILE_ROWS:-(-end // TILE_ROWS)])
+
     def halves(self) -> tuple[Tiles, Tiles]:
         """Returns upper and lower half of the rows, which fill units."""
         one, other = self.data.chunk(2)

@@ -187,7 +187,7 @@ def scratch_bytes(count: int, size: int, hidden: int) -> int:
 
 def _packed_shape(weights: MoeWeights) -> PackedShape | None:
     router, experts, shared = weights.router, weights.experts, weights.shared
-    if not isinstance(router, Tensor) or router.dtype != torch.bfloat16:
+    if not isinstance(router, Tensor) or router.dtype != torch.bfloat16 or weights.shards > 1:
         return None
     common = {_kinds(shared)} if shared else set()
     sizes = {_sizes(part) for part in weights.parts}

@@ -21,6 +21,7 @@ from deltic.ops.cuda.layout import (
     WARPS,
 )
 from deltic.ops.cuda.quantized import KINDS, PLAIN_KINDS, TILE_COLUMNS, TILE_ROWS, Tiles, tiles_of
+from deltic.ops.cuda.sliced_product import WHOLE, ColumnSlices
 from deltic.ops.types import Block, Weight
 
 _SHARED_BYTES_BESIDE_NEXT = 104 << 10
@@ -59,9 +60,9 @@ def _tiles(block: Block) -> Tiles | None:
 class PackedMultiply:
     """A product with a quantized weight.
 
-    columns: of the weight. norm: the input is RMS-normed first. out: STORE, ADD or GATE (kernel_config).
+    columns: of the weight. norm: the input is RMS-normed first. out: STORE, ADD, GATE or PART (kernel_config).
     kinds: tile formats. parts: of the weight. high: units that are multiplied at once, for few tokens.
-    head, slice: as in `kernel_config.Multiply`.
+    head, slice, split: as in `kernel_config.Multiply`.
     """
 
     columns: int
@@ -72,6 +73,7 @@ class PackedMultiply:
     high: int = 1
     head: int = 0
     slice: int = 0
+    split: ColumnSlices = WHOLE
     card: Card = field(default_factory=default_card)
 
     @property
@@ -80,13 +82,28 @@ class PackedMultiply:
         fit = self._fit(1)
         if self._may_chunk:
             chunk = _CHUNK_TILES * (self._tile_input + 32 * self.parts)
-            fit = max(fit, self.card.product_bytes // (chunk + 64 * self.parts))
+            fit = max(fit, self.card.product_bytes // (chunk + self._kept * self.parts))
         return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, fit)
 
     @property
     def _may_chunk(self) -> bool:
         """True if the input can be staged in chunks of columns."""
         return not self.norm and not self.head and self.out != 2
+
+    @property
+    def _sliced(self) -> bool:
+        return self.out in (1, 3)
+
+    @property
+    def _kept(self) -> int:
+        """Bytes of the sums that a chunk leaves to the next one, of a unit and a token."""
+        return TILE_ROWS * 4 * (self._kept_slices if self._sliced else 2)
+
+    @property
+    def _kept_slices(self) -> int:
+        """The function `kept_sums` of kernels/packed.cuh."""
+        slices = self.split.slices
+        return slices if self.split.runs > 1 else slices.bit_length()
 
     @property
     def _tile_input(self) -> int:
@@ -98,9 +115,10 @@ class PackedMultiply:
 
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
-        return (f"packed_{self.columns}_{kind}_{('store', 'add', 'gate')[self.out]}"
-                f"_{'_'.join(sorted(self.kinds)).lower()}_{_class(tokens)}{'_high' * (self._high(tokens) - 1)}"
-                f"{'_chunked' * self._chunked(tokens)}")
+        out, tiles = ("store", "add", "gate", "part")[self.out], "_".join(sorted(self.kinds)).lower()
+        return (f"packed_{self.columns}_{kind}_{out}_{tiles}_{_class(tokens, self.kinds)}"
+                f"{'_high' * (self._high(tokens) - 1)}{'_chunked' * self._chunked(tokens)}"
+                f"{self.split.suffix * self._sliced}")
 
     def source(self, tokens: int) -> str:
         kinds = sum(1 << KINDS[kind].number for kind in self.kinds)
@@ -108,8 +126,9 @@ class PackedMultiply:
         threads = BOUND_FOR_72_REGISTERS if tokens == 1 and resident > 1 else WARPS * 32 + 32
         return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
                 f"(const __grid_constant__ Packed a) {{ packed<{self.columns}, {str(self.norm).lower()}, {self.out}, "
-                f"{_class(tokens)}, {kinds}, {self._high(tokens)}, {self.head}, {self.slice}, "
-                f"{str(self._chunked(tokens)).lower()}>(a); }}\n")
+                f"{_class(tokens, self.kinds)}, {kinds}, {self._high(tokens)}, {self.head}, {self.slice}, "
+                f"{str(self._chunked(tokens)).lower()}, {self.split.slices}, {self.split.runs}>(a); }}\n"
+                f"static_assert(kept_sums({self.split.slices}, {self.split.runs}) == {self._kept_slices});\n")
 
     @property
     def shared(self) -> int:
@@ -117,14 +136,19 @@ class PackedMultiply:
         return max(self.plan(tokens, (1 << 20,) * self.parts).shared for tokens in range(1, self.most + 1))
 
     def _high(self, tokens: int) -> int:
-        return self.high if tokens <= min(MMA_TOKENS // 2, self._fit(self.high)) else 1
+        most = MMA_TOKENS // 2 if self.kinds & PLAIN_KINDS else MAX_GEMV_TOKENS
+        return self.high if tokens <= min(most, self._fit(self.high)) else 1
 
     def _fit(self, high: int) -> int:
         """Tokens whose input leaves room for the sums of `high` units and for weights on their way."""
         input = _input(self.columns, self.kinds)
         sums = 2 * self.parts * high * self.columns // TILE_COLUMNS * TILE_ROWS * 4
-        room = min(self.card.product_bytes, self.card.max_shared_bytes - 1024 - 2 * _slot(self.kinds, high))
+        room = self._room(high)
         return min(room // (input + sums), (room - 2 * self.card.sum_bytes) // input)
+
+    def _room(self, high: int) -> int:
+        """Bytes of shared memory for the input and the sums: what two slots leave, at most."""
+        return min(self.card.product_bytes, self.card.max_shared_bytes - 1024 - 2 * _slot(self.kinds, high))
 
     def plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:
         """counts: units of each part in a block, at most."""
@@ -134,10 +158,14 @@ class PackedMultiply:
         tile, unit = self.columns // TILE_COLUMNS, self.columns // TILE_COLUMNS * TILE_ROWS * tokens * 4
         round = most = max(counts)
         room, shared = 2 * self.card.sum_bytes, self.card.max_shared_bytes
+        if tokens > MMA_TOKENS // 2:  # products take longer than copies, so that equal shares of all warps matter more
+            room = max(room, self._room(high) - tokens * _input(self.columns, self.kinds))
         if sum(counts) * unit > room:  # a multiple of `high`, so that only the last unit may be single
             fits = [units for units in range(high, min(most, room // unit) + 1, high)
                     if sum(min(units, count) for count in counts) * unit <= room // 2]
             round = max(fits, default=high)
+            if tokens > MMA_TOKENS // 2:  # fewer if that takes no longer, as sums take room for weights on their way
+                round = min(fits, key=lambda units: (self._steps(units, most, high), units), default=high)
         rounds = -(-most // round)
         sums = sum(min(round, count) for count in counts) * unit
         slot = _slot(self.kinds, high)
@@ -149,6 +177,12 @@ class PackedMultiply:
         slots = max(2, min(fit, _MAX_SLOTS, wanted))
         return ProductPlan(round, rounds, sums // 4, slots, slot, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot))
 
+    def _steps(self, round: int, most: int, high: int) -> int:
+        """Tiles of each warp if so many units of each part are multiplied between two sums over tiles."""
+        def steps(units: int) -> int:
+            return -(-self.parts * -(-units // high) * (self.columns // TILE_COLUMNS) // WARPS)
+        return most // round * steps(round) + steps(most % round)
+
     def _chunked_plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:
         """The plan that stages the fewest chunks."""
         tiles, slot, found = self.columns // TILE_COLUMNS, _slot(self.kinds, 1), list[tuple[int, int, int, int]]()
@@ -156,7 +190,7 @@ class PackedMultiply:
         while True:
             units = sum(min(round, count) for count in counts)
             each = tokens * (self._tile_input + units * TILE_ROWS * 4)
-            chunk = (self.card.product_bytes - units * tokens * 64) // each // _CHUNK_TILES * _CHUNK_TILES
+            chunk = (self.card.product_bytes - units * tokens * self._kept) // each // _CHUNK_TILES * _CHUNK_TILES
             if chunk > 0:
                 rounds = -(-max(counts) // round)
                 found.append((rounds * -(-tiles // chunk), round, chunk, units))
@@ -164,7 +198,7 @@ class PackedMultiply:
                 break
             round = -(-round // 2)
         _, round, chunk, units = min(found)
-        fixed = 1024 + chunk * tokens * (self._tile_input + units * TILE_ROWS * 4) + units * tokens * 64
+        fixed = 1024 + chunk * tokens * (self._tile_input + units * TILE_ROWS * 4) + units * tokens * self._kept
         slots = max(2, min((self.card.max_shared_bytes - fixed) // slot, _MAX_SLOTS))
         return ProductPlan(round, -(-max(counts) // round), units * chunk * TILE_ROWS * tokens, slots, slot,
                            max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot), chunk)
@@ -188,8 +222,10 @@ class ProductPlan:
     chunk: int = 0
 
 
-def _class(tokens: int) -> int:
-    return 1 if tokens == 1 else 8 if tokens <= 8 else 16
+def _class(tokens: int, kinds: frozenset[str]) -> int:
+    """Tokens for which a kernel is made. Plain tiles are multiplied with eight at once in any case."""
+    few = MMA_TOKENS if kinds <= PLAIN_KINDS else MMA_TOKENS // 2
+    return 1 if tokens == 1 else next(most for most in (few, MMA_TOKENS, MAX_GEMV_TOKENS) if tokens <= most)
 
 
 def _slot(kinds: frozenset[str], high: int) -> int:
@@ -202,15 +238,17 @@ def _input(columns: int, kinds: frozenset[str]) -> int:
     return columns // TILE_COLUMNS * _LINE_BYTES * (not kinds <= PLAIN_KINDS) + columns * 2 * bool(kinds & PLAIN_KINDS)
 
 
-def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head: int = 0,
-               slice: int = 0) -> PackedMultiply:
+def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head: int = 0, slice: int = 0,
+               split: ColumnSlices = WHOLE) -> PackedMultiply:
     columns, kinds, card = parts[0].columns, frozenset(part.type for part in parts), card_of(parts[0].data.device)
+    if columns // TILE_COLUMNS % split.runs:  # of one device: others cannot have whole tiles
+        split = replace(split, runs=1)
     units = max(len(part.data) for part in parts)
     sums = -(-units // blocks) * (columns // TILE_COLUMNS * TILE_ROWS * 4)
     room = min(_SHARED_BYTES_BESIDE_NEXT, card.max_shared_bytes) - 1024 - _input(columns, kinds) - sums
     long = units * (columns // TILE_COLUMNS) >= _LONG_TILES * blocks
     high = 2 if units > blocks and (room >= 3 * _slot(kinds, 2) or long) else 1
-    return PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice, card)
+    return PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice, split, card)
 
 
 def launch(module: Module, product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, blocks: int,

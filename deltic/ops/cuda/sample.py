@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from threading import get_ident
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +37,7 @@ def source() -> str:
 
 def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     """Never waits. The kernels' result is valid until the thread samples from as many rows again."""
-    plain = (sampling.adjust is None and not sampling.filtered and sampling.top_logprobs is None
-             and logits.is_cuda and logits.dtype == torch.float32 and logits.is_contiguous())
+    plain = _is_plain(sampling) and logits.is_cuda and logits.dtype == torch.float32 and logits.is_contiguous()
     module = _module(logits.device) if plain else None
     if module is None:
         return TORCH.sample(logits, sampling)
@@ -48,6 +48,22 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
         with torch.cuda.device(logits.device):
             tokens, healthy = draw(logits, sampling)
     return Sampled(tokens, healthy, healthy, landed=sampling.landing is not None)
+
+
+def sample_parts(parts: Sequence[Tensor], sampling: Sampling) -> Sampled | None:
+    """As `sample`, from logits [L, V] whose columns several devices have, contiguous each. Returns None if all logits
+    are needed in one place. sampling, result: on the first device."""
+    modules = [_module(part.device) for part in parts] if _is_plain(sampling) else []
+    known = tuple(module for module in modules if module)
+    if len(known) < len(parts):
+        return None
+    draw = _drawer_of_parts(known, len(parts[0]), tuple(part.shape[1] for part in parts), get_ident())
+    tokens, healthy = draw(parts, sampling)
+    return Sampled(tokens, healthy, healthy, landed=sampling.landing is not None)
+
+
+def _is_plain(sampling: Sampling) -> bool:
+    return sampling.adjust is None and not sampling.filtered and sampling.top_logprobs is None
 
 
 def choose(logits: Tensor, temperature: Tensor, keys: Tensor, chosen: Tensor, ids: Tensor | None) -> None:
@@ -62,7 +78,8 @@ def choose(logits: Tensor, temperature: Tensor, keys: Tensor, chosen: Tensor, id
     scratch = torch.empty(3, rows * parts, dtype=torch.int64, device=logits.device)
     arguments = ChoiceArgs(
         logits=logits, temperature=temperature, key=keys, ids=ids, score=scratch[0], bounds=scratch[1],
-        token=scratch[2], chosen=chosen, landing=None, vocabulary=vocabulary, parts=parts, rows=rows)
+        token=scratch[2], chosen=chosen, landing=None, vocabulary=vocabulary, parts=parts, rows=rows, first=0,
+        devices=1)
     module.launch("k_choose_part", (parts, rows), 256, arguments, overlap=False)
     module.launch("k_choose", (rows,), 32, arguments, overlap=False)
 
@@ -79,7 +96,7 @@ def _drawer(module: Module, rows: int, vocabulary: int, thread: int
     chosen, token, score, bounds = numbers.split((2 * rows, *(rows * parts,) * 3))
     arguments = ChoiceArgs(
         logits=None, temperature=None, key=None, ids=None, score=score, bounds=bounds, token=token, chosen=chosen,
-        landing=None, vocabulary=vocabulary, parts=parts, rows=rows)
+        landing=None, vocabulary=vocabulary, parts=parts, rows=rows, first=0, devices=1)
     tokens, healthy = chosen.view(2, -1)
     steps = (module.prepare("k_choose_part", (parts, rows), 256, arguments),
              module.prepare("k_choose", (rows,), 32, arguments))
@@ -106,3 +123,52 @@ def _module(device: torch.device) -> Module | None:
 def why_not(device: torch.device) -> str | None:
     """Returns why torch samples; None if the kernels here do."""
     return why_not_compiled(source(), device)
+
+
+@cache
+def _drawer_of_parts(modules: tuple[Module, ...], rows: int, widths: tuple[int, ...], thread: int
+                     ) -> Callable[[Sequence[Tensor], Sampling], tuple[Tensor, Tensor]]:
+    """As `_drawer`, from logits whose columns several devices have, `widths` each. A device sends the best of its own
+    tokens to the first one."""
+    parts = _parts(rows)
+    size, total = 3 * rows * parts, sum(widths)
+    numbers = torch.empty(2 * rows + size * len(modules), dtype=torch.int64, device=modules[0].device)
+    chosen, joined = numbers.split((2 * rows, size * len(modules)))
+    found = [joined[:size], *(torch.empty(size, dtype=torch.int64, device=module.device) for module in modules[1:])]
+    arguments, steps = list[Any](), list[Callable[[], None]]()
+    for index, (module, own) in enumerate(zip(modules, found, strict=True)):
+        score, bounds, token = own.view(3, -1)
+        arguments.append(ChoiceArgs(
+            logits=None, temperature=None, key=None, ids=None, score=score, bounds=bounds, token=token, chosen=None,
+            landing=None, vocabulary=widths[index], parts=parts, rows=rows, first=sum(widths[:index]), devices=1))
+        steps.append(module.prepare("k_choose_part", (parts, rows), 256, arguments[-1]))
+    score, bounds, token = found[0].view(3, -1)
+    last = ChoiceArgs(logits=None, temperature=None, key=None, ids=None, score=score, bounds=bounds, token=token,
+                      chosen=chosen, landing=None, vocabulary=total, parts=parts, rows=rows, first=0,
+                      devices=len(modules))
+    join = modules[0].prepare("k_choose", (rows,), 32, last)
+    given, zeros = ([(torch.zeros(rows, device=module.device),
+                      torch.zeros(rows, dtype=torch.int64, device=module.device)) for module in modules]
+                    for _ in range(2))
+    tokens, healthy = chosen.view(2, -1)
+
+    def draw(logits: Sequence[Tensor], sampling: Sampling) -> tuple[Tensor, Tensor]:
+        for rank, (part, module) in enumerate(zip(logits, modules, strict=True)):
+            temperature, key = sampling.temperature, sampling.key
+            if rank:
+                temperature, key = (zeros if sampling.greedy else given)[rank]
+            if rank and not sampling.greedy:
+                temperature.copy_(sampling.temperature, non_blocking=True)
+                key.copy_(sampling.key, non_blocking=True)
+            own = arguments[rank]
+            own.logits, own.temperature, own.key = part.data_ptr(), temperature.data_ptr(), key.data_ptr()
+            with torch.cuda.device(module.device):
+                steps[rank]()
+            if rank:
+                joined[rank * size:(rank + 1) * size].copy_(found[rank], non_blocking=True)
+        last.landing = None if sampling.landing is None else sampling.landing.data_ptr()
+        with torch.cuda.device(modules[0].device):
+            join()
+        return tokens, healthy
+
+    return draw

@@ -63,7 +63,7 @@ class StateDeltaLog:
         """Computes a layer's heads from projections [T, stride], normed and gated: y [T, values] bf16."""
         spec, state = mixer.spec, self._states[store]
         kind, heads = "few" if proj.dtype == torch.float32 else "many", spec.value_heads * len(batch.source)
-        blocks = spec.value_dim // gdn_slice(spec, kind) * heads
+        blocks = spec.value_dim // gdn_slice(spec, kind, mixer.shards) * heads
         self._module.launch(f"k_gdn_verify_{kind}", (blocks,), 128, args.VerifyArgs(
             **gdn_arguments(mixer, state, batch, proj, stride, y), **_log_arguments(state, batch), heads=heads,
             new_inputs=new.inputs[store], new_keys=new.keys[store], new_decays=new.decays[store], core=new.core,

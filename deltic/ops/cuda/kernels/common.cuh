@@ -299,6 +299,15 @@ template <bool SIGNED> DEVICE void multiply_bytes(int (&d)[4], u32 a0, u32 a1, u
             : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
 }
+// The same of half as many columns.
+template <bool SIGNED> DEVICE void multiply_half(int (&d)[4], u32 a0, u32 a1, u32 b) {
+    if constexpr (SIGNED)
+        asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
+            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(a0), "r"(a1), "r"(b), "r"(BYTES_BIAS));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
+            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(a0), "r"(a1), "r"(b), "r"(BYTES_BIAS));
+}
 // Four products of such numbers, added to a sum; of the first ones with a sign or without.
 template <bool SIGNED> DEVICE int multiply_four(u32 a, u32 b, int sum) {
     if constexpr (SIGNED) asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(a), "r"(b));

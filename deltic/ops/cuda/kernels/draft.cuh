@@ -8,7 +8,9 @@ struct HeadEnter {
     const float *norm_embedding, *norm_hidden;
     const float *hidden;          // [T, H]: what the model gave for the tokens, or the head for those before
     const float *norm;            // [H]: the hidden states are yet to be normed with it; null: they are
-    const float *slots;           // [S, H]: what the model gave for the token before a row; null: `hidden` is of those before
+    float *slots;                 // [S, H]: what the model gave for the token before a row; null: `hidden` is of those before
+    const float *kept;            // [N, H]: what the model gave in the step before
+    const i64 *taken;             // [R]: the tokens of `kept` whose hidden states the slots get first; -1: none. May be null
     const float *frequencies;     // [rotary / 2]
     const i64 *axes;              // [rotary / 2]
     const i64 *count, *starts, *done, *source;
@@ -47,7 +49,9 @@ template <int SIZE> DEVICE void head_enter(const HeadEnter &a) {
     if (found >= rows) return;
     const u16 *word = a.embedding ? a.embedding + a.ids[token] * a.size : nullptr;
     const float *row_of_table = a.embedded + i64(token) * a.size;
-    const float *before = first ? a.slots + a.source[row] * a.size : a.hidden + i64(a.slots ? token - 1 : token) * a.size;
+    float *const slot = first ? a.slots + a.source[row] * a.size : nullptr;
+    const i64 taken = first && a.taken ? a.taken[row] : -1;
+    const float *before = taken >= 0 ? a.kept + taken * a.size : first ? slot : a.hidden + i64(a.slots ? token - 1 : token) * a.size;
     float4 e[PASSES], h[PASSES];
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
@@ -59,6 +63,7 @@ template <int SIZE> DEVICE void head_enter(const HeadEnter &a) {
             e[p] = i < a.size ? load4(row_of_table + i) : make_float4(0, 0, 0, 0);
         }
         h[p] = i < a.size && !fresh ? load4(before + i) : make_float4(0, 0, 0, 0);
+        if (taken >= 0 && i < a.size) *(float4 *)(slot + i) = h[p];
         if (a.last && i < a.size) *(float4 *)(a.last + i64(token) * a.size + i) = load4(a.hidden + i64(token) * a.size + i);
     }
     float sum_e = 0, sum_h = 0;
@@ -133,11 +138,9 @@ struct Accept {
     const i64 *chosen;         // [T]: what the model has drawn after each of its tokens; null: drafts follow the rows' tokens
     const i64 *keys;           // [R, key_width]: of the draws after the row's first token and those that follow
     const float *temperature;  // [T]; if nothing was chosen [R, key_width]
-    const float *last;         // [T, H]
-    float *slots;              // [S, H]
-    i64 *next;                 // the numbers of the drafts that follow, as `HeadStep` lays them out
+    i64 *next;                 // the numbers of the drafts that follow, as `mtp.py` lays them out
     i64 *accepted;             // [rows, 2]: the next token, and the cursor before it
-    int tokens, rows, drafts, width, size, key_width;  // tokens, rows: of the step's bucket, which the drafts share
+    int tokens, rows, drafts, width, key_width;  // tokens, rows: of the step's bucket, which the drafts share
 };
 // Which drafts the model itself has drawn; what comes after the last of them is drafted next. A block for each row.
 DEVICE void accept(const Accept &a) {
@@ -147,16 +150,17 @@ DEVICE void accept(const Accept &a) {
     while (a.chosen && right + 1 < chunk && a.chosen[start + right] == a.ids[start + right + 1]) ++right;
     const i64 done = a.done[real] + right + 1, slot = a.source[real];
     const i64 token = a.chosen ? a.chosen[start + right] : a.ids[start];
-    // count, ids, starts, source, then for each draft positions, done, keys; temperature, pages
+    // count, ids, starts, source, then for each draft positions, done, keys; temperature, taken, pages
     i64 *ids = a.next + 1, *starts = ids + a.rows, *source = starts + a.rows + 1, *each = source + a.rows;
     const int step = 5 * a.rows;
     float *temperature = (float *)(each + i64(a.drafts) * step);
-    i64 *pages = each + i64(a.drafts) * step + a.rows;
+    i64 *taken = each + i64(a.drafts) * step + a.rows, *pages = taken + a.rows;
     if (threadIdx.x == 0) {
         if (row == 0) a.next[0] = rows, starts[0] = 0;
         ids[row] = token, starts[row + 1] = row + 1, source[row] = slot;
         a.accepted[2 * row] = token, a.accepted[2 * row + 1] = done;
         temperature[row] = a.temperature[a.chosen ? start : real * a.key_width];
+        taken[row] = row < rows && a.chosen ? start + right : -1;
         for (int d = 0; d < a.drafts; ++d) {
             i64 *to = each + i64(d) * step;
             for (int axis = 0; axis < 3; ++axis)
@@ -166,7 +170,4 @@ DEVICE void accept(const Accept &a) {
         }
     }
     for (int i = threadIdx.x; i < a.width; i += 256) pages[i64(row) * a.width + i] = a.pages[i64(real) * a.width + i];
-    if (row < rows && a.chosen)
-        for (int i = threadIdx.x; i < a.size; i += 256)
-            a.slots[slot * a.size + i] = a.last[i64(start + right) * a.size + i];
 }

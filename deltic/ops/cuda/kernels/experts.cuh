@@ -3,8 +3,12 @@
 // The weights of an expert are read once a step, whoever passes it, and nothing of the others is. Every block works out by
 // itself who passes whom, from the router's products, which is faster than to be told. The tensor cores have 16 rows for
 // tokens anyway, so that an expert's products are made of all of them; a token that does not pass it is a row of zeros, or
-// is not looked at. A token's sum goes over the shared expert, then over its own in their order, whoever else is there, so
-// that its bits are its own. An expert lies wherever its pointer says.
+// is not looked at. A token's sum has the order of deltic/ops/slices.py, whoever else is there and however many devices
+// have parts of the experts: part s of 8 is the sum of its experts of group s, in their order, plus slice s of the shared
+// expert, and the parts are added in pairs. On a device that has some of the parts the others are zero, so that the sum is
+// the root of its subtree. An expert lies wherever its pointer says.
+
+constexpr int PARTS = 8;  // groups of experts by number, and slices of the shared expert
 
 struct ExpertsGate {
     const float *x, *scale;  // [T, H] residual; [H] of the norm
@@ -15,6 +19,7 @@ struct ExpertsGate {
     const i64 *count, *starts;  // of the step's rows that are real, and where rows begin; count null: all tokens are real
     float eps;
     int tokens, first, group, slots;  // first: of the step's; group: units between two sums; slots: of the ring
+    int shared;                       // rows that the device has of the shared expert's gate
 };
 
 struct ExpertsDown {
@@ -24,6 +29,9 @@ struct ExpertsDown {
     float *y;              // [T, H], added to
     const i64 *count, *starts;
     int tokens, first, slots;
+    int group;             // parts whose sums over the warps are made at once, a power of two
+    int shared, part;      // columns that the device has of the shared expert; the part that the first ones belong to
+    int adds;              // 0: y is written to instead
 };
 
 // Of the tokens from `first` on those that do not only fill a bucket up: these choose no experts.
@@ -90,7 +98,7 @@ template <int E, int BEST, bool NORMALISED> DEVICE void choose_experts(const flo
 
 // Who passes whom, in shared memory. Slots are the experts that some token passes: the shared one, then the others in their
 // order. Pairs are the tokens of all slots, one slot behind the other, a slot's in their order. HOST: experts that lie
-// nowhere, which the host computes, have no slot; `passes` keeps their tokens.
+// nowhere, which the host or another device computes, have no slot; `passes` keeps their tokens.
 template <int E, int BEST, bool SHARED, bool NORMALISED, bool HOST = false> struct alignas(16) Passed {
     static constexpr int TOKENS = 16, WARPS = 9, MOST = (E < TOKENS * BEST ? E : TOKENS * BEST) + SHARED, ALL = E + SHARED;
     u64 weights[ALL];
@@ -118,6 +126,35 @@ template <int E, int BEST, bool SHARED, bool NORMALISED, bool HOST = false> stru
             if (SHARED && lane == 0) share[token] = sigmoid(gate);
         }
         __syncthreads();
+    }
+    // By all warps: a token's experts by their part, of one part still the best first. They no longer fit `chosen_share`.
+    DEVICE void order_parts(int tokens) {
+        constexpr int EACH = (BEST + 31) / 32;
+        const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+        for (int token = warp; token < tokens; token += WARPS) {
+            int own[EACH], place[EACH];
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const int j = lane + 32 * i;
+                own[i] = j < BEST ? chosen[token][j] : E, place[i] = 0;
+                const int part = part_of(own[i]);
+                for (int other = 0; other < BEST; ++other) {
+                    const int of = part_of(chosen[token][other]);
+                    place[i] += of < part || (of == part && other < j);
+                }
+            }
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                if (lane + 32 * i < BEST) chosen[token][place[i]] = own[i];
+            }
+        }
+    }
+    static DEVICE int part_of(int expert) {
+        int part = 0;
+#pragma unroll
+        for (int i = 0; i < PARTS - 1; ++i) part += expert >= slice_end(E, PARTS, i);
+        return part;
     }
     // By one warp.
     DEVICE void list(int tokens) {
@@ -216,11 +253,18 @@ struct GateUnits : Input<ExpertsGate, H, true, 0, 0, false> {
         xs = shared + OFFSET + a.slots * SLOT;
         partial = (float *)(xs + H * 2 * a.tokens);
     }
-    DEVICE void copy(int item, const char *from, u64 policy) {
-        const int unit = item % UNITS;
+    // The slot of an item, and its unit: those of the shared expert come first.
+    DEVICE int slot_of(int item, int &unit) const {
+        const int rest = item - own_units();
+        unit = rest < 0 ? item : rest % UNITS;
+        return rest < 0 ? 0 : rest / UNITS + SHARED;
+    }
+    DEVICE int own_units() const { return SHARED ? a.shared / 4 : 0; }
+    DEVICE int items() const { return own_units() + (who.count - SHARED) * UNITS; }
+    DEVICE void copy(int unit, int rows, const char *from, u64 policy) {
         if (lane == 0) expect_bytes(ring.filled(), SLOT);
         __syncwarp();
-        const int row = unit * 4 + (lane & 3) + (lane >> 2) * I;
+        const int row = unit * 4 + (lane & 3) + (lane >> 2) * rows;
         COPY_EACH(lane < 8, slots_at + ring.slot * SLOT + lane * LINE, from + i64(row) * LINE, LINE, ring.filled(), policy);
         end_copies(ring.filled());
         ring.next();
@@ -229,13 +273,16 @@ struct GateUnits : Input<ExpertsGate, H, true, 0, 0, false> {
     DEVICE int copy_early(u64 policy) {
         int item = blockIdx.x;
         if constexpr (SHARED)
-            for (int i = 0; i < a.slots && item < UNITS; ++i, item += gridDim.x) copy(item, (const char *)__ldg(a.weights + E), policy);
+            for (int i = 0; i < a.slots && item < own_units(); ++i, item += gridDim.x)
+                copy(item, a.shared, (const char *)__ldg(a.weights + E), policy);
         return item;
     }
     DEVICE void copy_rest(int item, u64 policy) {
-        for (int done = (item - int(blockIdx.x)) / int(gridDim.x); item < who.count * UNITS; item += gridDim.x, ++done) {
+        for (int done = (item - int(blockIdx.x)) / int(gridDim.x); item < items(); item += gridDim.x, ++done) {
             if (done >= a.slots) ring.await_emptied();
-            copy(item, who.from[item / UNITS], policy);
+            int unit;
+            const int slot = slot_of(item, unit);
+            copy(unit, SHARED && slot == 0 ? a.shared : I, who.from[slot], policy);
         }
         await_own_copies();
     }
@@ -280,7 +327,8 @@ struct GateUnits : Input<ExpertsGate, H, true, 0, 0, false> {
     DEVICE void finish(int item, int units, const float *from) {
         for (int o = tid; o < units * a.tokens * 4; o += WARPS * 32) {
             const int n = o & 3, u = (o >> 2) / a.tokens, token = (o >> 2) - u * a.tokens;
-            const int place = item + u * gridDim.x, slot = place / UNITS, unit = place - slot * UNITS;
+            int unit;
+            const int slot = slot_of(item + u * gridDim.x, unit);
             if (!who.has(slot, token)) continue;
             const int pair = who.pair(slot, token);
             const float *part = from + u * WARPS * 8 * a.tokens, f = this->factor(token);
@@ -289,8 +337,8 @@ struct GateUnits : Input<ExpertsGate, H, true, 0, 0, false> {
         }
     }
     DEVICE void run() {
-        const int each = WARPS * 8 * a.tokens, items = who.count * UNITS;
-        const int mine = (items - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
+        const int each = WARPS * 8 * a.tokens;
+        const int mine = (items() - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
         for (int i = 0, turn = 0; i < mine; i += a.group, turn ^= 1) {
             const int units = min(a.group, mine - i);
             float *to = partial + turn * a.group * each;
@@ -346,22 +394,28 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
     Who &who;
     Ring ring;
     u32 slots_at;
-    float *partial;  // [2, WARPS, T, 16]
+    float *shared_parts;  // [2, PARTS, T, 16]: of the shared expert
+    float *partial;       // [2, group, WARPS, T, 16]
+    PairedSum paired;
 
     DEVICE DownUnits(const ExpertsDown &args, char *shared)
         : a(args), tid(threadIdx.x), warp(threadIdx.x >> 5), lane(threadIdx.x & 31),
           slot_bytes((MATRIX + args.tokens * STRIDE + 127) / 128 * 128), who(*(Who *)(shared + 1024)), ring(shared, args.slots),
-          slots_at(shared_address(shared + OFFSET)), partial((float *)(shared + OFFSET + args.slots * slot_bytes)) {}
+          slots_at(shared_address(shared + OFFSET)), shared_parts((float *)(shared + OFFSET + args.slots * slot_bytes)),
+          partial(shared_parts + (SHARED ? 2 * PARTS * 16 * args.tokens : 0)) {}
+    // Bytes of a row of a slot's expert.
+    DEVICE int line(int slot) const { return SHARED && slot == 0 ? a.shared * 2 : LINE; }
     DEVICE void copy_matrix(int unit, int slot, u64 policy) {
         if (!BULK_COPIES || lane == 0) {
-            expect_bytes(ring.filled(), MATRIX + __popc(who.mask[slot]) * LINE);
-            bulk_copy(slots_at + ring.slot * slot_bytes, who.from[slot] + i64(unit) * MATRIX, MATRIX, ring.filled(), policy);
+            const int bytes = 16 * line(slot);
+            expect_bytes(ring.filled(), bytes + __popc(who.mask[slot]) * line(slot));
+            bulk_copy(slots_at + ring.slot * slot_bytes, who.from[slot] + i64(unit) * bytes, bytes, ring.filled(), policy);
         }
         __syncwarp();
     }
     DEVICE void copy_input(int slot) {
         COPY_EACH_KEPT(lane < __popc(who.mask[slot]), slots_at + ring.slot * slot_bytes + MATRIX + lane * STRIDE,
-                       a.x + i64(who.first[slot] + lane) * I, LINE, ring.filled());
+                       a.x + i64(who.first[slot] + lane) * I, line(slot), ring.filled());
         end_copies(ring.filled());
     }
     DEVICE void copy_all(u64 policy) {
@@ -380,51 +434,82 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
     }
     // A lane's eight columns of a token's input; zeros where it does not pass the expert.
     DEVICE uint4 input(u32 at, bool there) const { return there ? load_shared(at) : make_uint4(0, 0, 0, 0); }
-    DEVICE void multiply_unit(float *to) {
-        float d[2][2][4] = {};
+    // Where a lane finds the weights of a slot, its first columns of the rows lane / 4, and those of tokens that pass it.
+    struct Slot {
+        u32 at, from[HALVES];
+        bool there[HALVES];
+    };
+    DEVICE Slot current(int slot) const {
         const int row = lane >> 2, column = (lane & 3) * 8;
-        const bool odd = row & 1;
-        for (int slot = 0; slot < who.count; ++slot) {
-            const u32 mask = who.mask[slot], at = slots_at + ring.slot * slot_bytes;
-            bool there[HALVES];
-            u32 from[HALVES];
+        const u32 mask = who.mask[slot], at = slots_at + ring.slot * slot_bytes;
+        Slot s;
+        s.at = at + row * line(slot) + column * 2;
 #pragma unroll
-            for (int half = 0; half < HALVES; ++half) {
-                there[half] = mask >> (row + 8 * half) & 1;
-                from[half] = at + MATRIX + __popc(mask & ((1u << (row + 8 * half)) - 1)) * STRIDE + column * 2;
-            }
-            ring.await_filled();
-#pragma unroll
-            for (int first = 0; first < I; first += 64 * WARPS) {
-                const int piece = first + warp * 64;
-                if (I % (64 * WARPS) && piece >= I) break;
-                // whole pieces, but for the last one
-                const bool whole = I % 64 == 0 || piece + 64 <= I;
-                uint4 v[2][2], x[2][2] = {};
-#pragma unroll
-                for (int n = 0; n < 2; ++n) {
-                    const u32 w = at + (n * 8 + row) * LINE + (piece + column) * 2;
-                    if (whole) load_both(v[n], w, odd);
-                    else {
-#pragma unroll
-                        for (int j = 0; j < 2; ++j) v[n][j] = input(w + j * 64, piece + j * 32 + column < I);
-                    }
-                }
-#pragma unroll
-                for (int j = 0; j < 2; ++j)
-#pragma unroll
-                    for (int half = 0; half < HALVES; ++half)
-                        x[j][half] = input(from[half] + (piece + j * 32) * 2, there[half] && (whole || piece + j * 32 + column < I));
-#pragma unroll
-                for (int j = 0; j < 2; ++j)
-#pragma unroll
-                    for (int n = 0; n < 2; ++n) {
-                        multiply(d[n][0], x[j][0].x, x[j][1].x, x[j][0].y, x[j][1].y, v[n][j].x, v[n][j].y);
-                        multiply(d[n][1], x[j][0].z, x[j][1].z, x[j][0].w, x[j][1].w, v[n][j].z, v[n][j].w);
-                    }
-            }
-            ring.release();
+        for (int half = 0; half < HALVES; ++half) {
+            s.there[half] = mask >> (row + 8 * half) & 1;
+            s.from[half] = at + MATRIX + __popc(mask & ((1u << (row + 8 * half)) - 1)) * STRIDE + column * 2;
         }
+        return s;
+    }
+    static DEVICE void multiply_both(float (&d)[2][4], const uint4 (&x)[2], const uint4 &w) {
+        multiply(d[0], x[0].x, x[1].x, x[0].y, x[1].y, w.x, w.y);
+        multiply(d[1], x[0].z, x[1].z, x[0].w, x[1].w, w.z, w.w);
+    }
+    DEVICE void multiply_expert(float (&d)[2][2][4], int slot) {
+        const int column = (lane & 3) * 8;
+        const bool odd = lane >> 2 & 1;
+        const Slot s = current(slot);
+        ring.await_filled();
+#pragma unroll
+        for (int first = 0; first < I; first += 64 * WARPS) {
+            const int piece = first + warp * 64;
+            if (I % (64 * WARPS) && piece >= I) break;
+            // whole pieces, but for the last one
+            const bool whole = I % 64 == 0 || piece + 64 <= I;
+            uint4 v[2][2], x[2][2] = {};
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const u32 w = s.at + n * 8 * LINE + piece * 2;
+                if (whole) load_both(v[n], w, odd);
+                else {
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) v[n][j] = input(w + j * 64, piece + j * 32 + column < I);
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+#pragma unroll
+                for (int half = 0; half < HALVES; ++half)
+                    x[j][half] = input(s.from[half] + (piece + j * 32) * 2, s.there[half] && (whole || piece + j * 32 + column < I));
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+#pragma unroll
+                for (int n = 0; n < 2; ++n) multiply_both(d[n], x[j], v[n][j]);
+        }
+        ring.release();
+    }
+    // The shared expert: a warp has one of its slices, if the device has it.
+    DEVICE void multiply_shared(float *to) {
+        constexpr int ALL = (I + 15) / 16;
+        const int before = slice_begin(ALL, PARTS, a.part) * 16, begin = slice_begin(ALL, PARTS, warp) * 16 - before;
+        const int end = min(slice_end(ALL, PARTS, warp) * 16, I) - before;
+        const Slot s = current(0);
+        float d[2][2][4] = {};
+        ring.await_filled();
+        for (int first = begin; begin >= 0 && begin < a.shared && first < end; first += 32) {
+            const bool in = first + (lane & 3) * 8 < end;
+            uint4 x[2] = {};
+#pragma unroll
+            for (int half = 0; half < HALVES; ++half) x[half] = input(s.from[half] + first * 2, in && s.there[half]);
+#pragma unroll
+            for (int n = 0; n < 2; ++n) multiply_both(d[n], x, input(s.at + n * 8 * line(0) + first * 2, in));
+        }
+        ring.release();
+        store_sums(d, to);
+    }
+    // A warp's sums of a part, [T, 16].
+    DEVICE void store_sums(const float (&d)[2][2][4], float *to) const {
+        const int row = lane >> 2;
         to += (warp * a.tokens + row) * 16 + (lane & 3) * 2;
 #pragma unroll
         for (int half = 0; half < HALVES; ++half)
@@ -434,18 +519,45 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
                     *(float2 *)(to + half * 128 + n * 8) = make_float2(d[n][0][2 * half] + d[n][1][2 * half],
                                                                        d[n][0][2 * half + 1] + d[n][1][2 * half + 1]);
     }
-    DEVICE void run() {
-        const int token = tid >> 4, n = tid & 15;
-        for (int unit = blockIdx.x, turn = 0; unit < UNITS; unit += gridDim.x, turn ^= 1) {
-            float *const y = a.y + i64(token) * H + unit * 16 + n, *to = partial + turn * WARPS * a.tokens * 16;
-            const float old = token < a.tokens ? load(y) : 0.f;
-            multiply_unit(to);
-            meet_eight_warps();
-            if (token >= a.tokens) continue;
-            float v = 0;
+    // A thread's part of those that are summed at once, token and row.
+    struct Place {
+        int part, token, row;
+    };
+    DEVICE Place place() const {
+        const int number = tid >> __popc(a.group - 1);
+        return {tid & (a.group - 1), number >> 4, number & 15};
+    }
+    DEVICE void finish(int begin, const float *from, const float *shared_from, float *y, float old) {
+        const Place p = place();
+        float v = 0;
+        if (p.token < a.tokens) {
+            from += (p.part * WARPS * a.tokens + p.token) * 16 + p.row;
 #pragma unroll
-            for (int i = 0; i < WARPS; ++i) v += to[(i * a.tokens + token) * 16 + n];
-            *y = old + v;
+            for (int i = 0; i < WARPS; ++i) v += from[i * a.tokens * 16];
+            if (SHARED) v += shared_from[((begin + p.part) * a.tokens + p.token) * 16 + p.row];
+        }
+        if (paired.add(v, begin, a.group, PARTS) && p.token < a.tokens && p.part == 0) *y = a.adds ? old + v : v;
+    }
+    DEVICE void run() {
+        const Place p = place();
+        const int each = WARPS * a.tokens * 16;
+        for (int unit = blockIdx.x, turn = 0, other = 0; unit < UNITS; unit += gridDim.x, other ^= 1) {
+            float *const y = a.y + i64(p.token) * H + unit * 16 + p.row;
+            float *const shared_to = shared_parts + other * PARTS * a.tokens * 16;
+            const float old = p.token < a.tokens && a.adds ? load(y) : 0.f;
+            int slot = SHARED;
+            if constexpr (SHARED) multiply_shared(shared_to);
+            for (int begin = 0; begin < PARTS; begin += a.group, turn ^= 1) {
+                float *const to = partial + turn * a.group * each;
+                for (int part = 0; part < a.group; ++part) {
+                    const int end = slice_end(E, PARTS, begin + part);
+                    float d[2][2][4] = {};
+                    for (; slot < who.count && who.expert[slot] < end; ++slot) multiply_expert(d, slot);
+                    store_sums(d, to + part * each);
+                }
+                meet_eight_warps();
+                finish(begin, to, shared_to, y, old);
+            }
         }
     }
 };

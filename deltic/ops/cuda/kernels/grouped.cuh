@@ -6,7 +6,7 @@ struct Route {
     int *expert, *place, *counts; // [T, each]: the expert, and the place among its tokens; [E]: its tokens, 0 before
     float *share;                 // [T, each]
     const i64 *count, *starts;    // as of few tokens
-    int tokens, stride;
+    int tokens, stride, first, own;  // first, own: experts that the device has; of others `expert` is -1
 };
 
 struct Group {
@@ -39,6 +39,7 @@ struct Combine {
     const u16 *x;  // [T, each, H]
     u16 *y;        // [T, H]; zeros for tokens that only fill up
     const i64 *count, *starts;
+    const int *expert;  // [T, each]: -1: another device has the expert; null: all are here
     int tokens, hidden, each;
 };
 
@@ -57,8 +58,9 @@ template <int E, int BEST, bool SHARED, bool NORMALISED> DEVICE void route(const
     const i64 first = i64(token) * EACH;
     for (int j = lane; j < BEST; j += 32) {
         const int expert = chosen[warp][j];
-        a.expert[first + j] = expert, a.share[first + j] = shares[warp][j];
-        a.place[first + j] = atomicAdd(a.counts + expert, 1);
+        const bool here = u32(expert - a.first) < u32(a.own);
+        a.expert[first + j] = here ? expert : -1, a.share[first + j] = shares[warp][j];
+        if (here) a.place[first + j] = atomicAdd(a.counts + expert, 1);
     }
     if (SHARED && lane == 0) a.expert[first + BEST] = E, a.share[first + BEST] = sigmoid(gate), a.place[first + BEST] = token;
 }
@@ -109,6 +111,7 @@ template <int E, int BEST, bool SHARED> DEVICE void group(const Group &a) {
     const int pair = blockIdx.x * 32 + warp;
     if (pair >= tokens * EACH) return;
     const int expert = __ldcg(a.expert + pair);
+    if (expert < 0) return;
     const int to = (expert == E ? tokens * BEST : firsts[min(expert, E - 1)]) + __ldcg(a.place + pair);
     if (lane == 0) a.rows[to] = pair, a.weight[to] = __ldcg(a.share + pair);
     const u16 *from = a.x + i64(pair / EACH) * a.hidden;
@@ -294,6 +297,7 @@ DEVICE void combine(const Combine &a) {
     const u16 *row = a.x + i64(blockIdx.x) * a.each * a.hidden + i;
 #pragma unroll 4
     for (int j = 0; j < each; ++j) {
+        if (a.expert && __ldcg(a.expert + i64(blockIdx.x) * a.each + j) < 0) continue;
         float v[8];
         load_all<8>(v, row + i64(j) * a.hidden);
 #pragma unroll

@@ -1,11 +1,42 @@
 
 // The input of a product of up to 16 tokens, in shared memory.
-enum { kStore, kAdd, kGate };  // what becomes of a product's sums
+enum { kStore, kAdd, kGate, kPart };  // what becomes of a product's sums; kPart: of one device's, which others are added to
 enum { kPlain, kFixed, kBoth, kPaired };  // as what an input is kept
 
+// Where slice `index` of `count` ends, in units (`slice_ends`).
+DEVICE constexpr int slice_end(int units, int count, int index) {
+    int begin = 0;
+    for (; count > 1; count /= 2) {
+        const int first = (units + 1) / 2;
+        if (index < count / 2) units = first;
+        else begin += first, units -= first, index -= count / 2;
+    }
+    return begin + units;
+}
+// A sum of slices in pairs by neighbouring lanes, some of the slices after the others.
+struct PairedSum {
+    float kept[3];  // sums of 1, 2 and 4 times as many slices as come at once, which wait for those they are paired with
+    // v: of a lane's slice; `slices` come at once, a power of two, from `begin` on of `all`. After the last ones it is true,
+    // and v of the first of these lanes the sum.
+    DEVICE bool add(float &v, int begin, int slices, int all) {
+        for (int apart = 1; apart < slices; apart *= 2) v += __shfl_xor_sync(~0u, v, apart);
+        const int turn = begin / slices;
+        bool pairs = slices < all;
+#pragma unroll
+        for (int level = 0; level < 3; ++level) {
+            if (pairs && turn >> level & 1) v = kept[level] + v;
+            else if (pairs) kept[level] = v, pairs = false;
+        }
+        return begin + slices >= all;
+    }
+};
+DEVICE constexpr int slice_begin(int units, int count, int index) { return index ? slice_end(units, count, index - 1) : 0; }
+
 // What is kept of 64 columns of a tile as whole numbers: those of its groups of 32 columns j and j + 4. Each is 256 times
-// a number of eight bits and another one: of both groups first the former, then the latter, 32 bytes each; then, as float, the
-// sums of both groups and what the numbers are multiplied with. 144 bytes, so that those of four lie in different banks.
+// a number of eight bits and another one: first the former of all, then the latter, 64 bytes each; then, as float, the sums of
+// both groups and what the numbers are multiplied with. The n-th 16 of 64 bytes are columns 4 n and on and 16 + 4 n and on of
+// one group and those of the other, as lanes of the tensor cores want them. 144 bytes, so that those of four lie in different
+// banks.
 constexpr int LINE_BYTES = 144, LINES_BYTES = 4 * LINE_BYTES;
 
 // Args: has x, scale, eps and tokens as `Product` says. HEAD: columns of a value head, whose outputs are normed first,
@@ -48,12 +79,12 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE 
 #pragma unroll
             for (int i = 0; i < 8; ++i) sum += q[i] = __float_as_uint(__fmaf_rn(v[i], inverse, BIAS));
             const int group = lane >> 2;
-            char *const line = lines + (column / 256 * tokens() + token) * LINES_BYTES + group % 4 * LINE_BYTES,
-                       *const at = line + group / 4 * 32 + lane % 4 * 8;
-            *(uint2 *)(at + 64) = make_uint2(bytes_of_four(q[0], q[1], q[2], q[3], 0x40), bytes_of_four(q[4], q[5], q[6], q[7], 0x40));
+            char *const line = lines + (column / 256 * tokens() + token) * LINES_BYTES + group % 4 * LINE_BYTES;
+            u32 *const at = (u32 *)(line + lane % 2 * 32 + group / 4 * 8 + lane % 4 / 2 * 4);
+            at[16] = bytes_of_four(q[0], q[1], q[2], q[3], 0x40), at[20] = bytes_of_four(q[4], q[5], q[6], q[7], 0x40);
 #pragma unroll
             for (int i = 0; i < 8; ++i) q[i] += 128;
-            *(uint2 *)at = make_uint2(bytes_of_four(q[0], q[1], q[2], q[3], 0x51), bytes_of_four(q[4], q[5], q[6], q[7], 0x51));
+            at[0] = bytes_of_four(q[0], q[1], q[2], q[3], 0x51), at[4] = bytes_of_four(q[4], q[5], q[6], q[7], 0x51);
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             if (lane % 4 == 0) {

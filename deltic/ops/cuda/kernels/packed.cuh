@@ -1,11 +1,13 @@
 // Products with weights that stay quantized. See product.cuh: the same blocks of one warp that copies and eight that
 // multiply, but a weight is tiles of 8 rows and 256 columns, one behind the other (deltic/ops/cuda/quantized.py has their
 // layout). A warp has every 8th tile of a block, or every 8th pair of tiles one below the other. Its codes are multiplied
-// as what they are, whole numbers, with whole numbers of 16 bits (input.cuh), in two halves of eight: by the tensor cores,
-// or of one token by plain ones. A group's sum, which is exact and so the same, is multiplied with its scale. So weights
+// as what they are, whole numbers, with whole numbers of 16 bits (input.cuh), in two halves of eight: of one token by plain
+// cores, which leave to a lane its own groups; of more by tensor cores, which want a group's columns in four lanes, so that
+// these exchange their codes first. A group's sum, which is exact and so the same, is multiplied with its scale. So weights
 // are what the file says, the activations are rounded to 2^-16 of the largest of 256, and a row's sum has one order: tiles
-// from left to right, of each tile the groups j and j + 4, and these sums in pairs. Plain kinds, those of bfloat16 and
-// float8, are multiplied as bfloat16.
+// from left to right, of each tile the groups j and j + 4, and these sums in pairs. Where devices may have parts of the
+// columns (kAdd, kPart), the tiles of a slice are added from left to right, and the slices in pairs (sliced.cuh). Plain
+// kinds, those of bfloat16 and float8, are multiplied as bfloat16.
 
 enum { kQ8_0, kQ4_K, kQ6_K, kQ5_K, kBF16, kFP8 };
 #define EACH_KIND(f) f(kQ8_0) f(kQ4_K) f(kQ6_K) f(kQ5_K) f(kBF16) f(kFP8)
@@ -36,10 +38,18 @@ DEVICE float small_byte_of(u32 w, int i) { return __uint_as_float(__byte_perm(w,
 // What a lane has of a tile: of row lane / 4 the groups of 32 columns j = lane % 4 and j + 4.
 // load: its codes and scales. codes: eight of set 0, group j, or 1, group j + 4: 8 i and on, a whole number in each byte.
 // SUMS: of a lane's columns, of each 32 or 16 in their order. scales: 32 bits for each lane, at SCALES.
-// part: their sum with scales and all, given the sums' `line`. numbers: what four codes stand for.
+// part: their sum with scales and all, given the sums' `line`; MINIMA: it needs the sums of the numbers themselves.
+// QUADS: words that hold the codes, in fours; packed: the i-th word, quad: the codes of set `set` in the n-th quad of such.
 template <int KIND> struct Tile;
+// Kinds whose codes lie in words as they are multiplied, or are made so.
+struct Whole {
+    static constexpr int QUADS = 4;
+    static constexpr bool MINIMA = false;
+    static DEVICE int quad(int set, int n) { return set * 2 + n; }
+    static DEVICE u32 codes_of(u32 word, int) { return word; }
+};
 
-template <> struct Tile<kQ8_0> {  // codes [4, lane, 16]; scales fp16 [lane, 2]
+template <> struct Tile<kQ8_0> : Whole {  // codes [4, lane, 16]; scales fp16 [lane, 2]
     static constexpr int BYTES = 2048 + 128, SCALES = 2048, SUMS = 2;
     static constexpr bool SIGNED = true;
     uint4 w[4];
@@ -49,7 +59,8 @@ template <> struct Tile<kQ8_0> {  // codes [4, lane, 16]; scales fp16 [lane, 2]
         for (int i = 0; i < 4; ++i) w[i] = from.four(i * 512 + lane * 16);
         s = from.one(SCALES + lane * 4), d = 0;
     }
-    DEVICE void codes(int set, int i, u32 (&a)[2]) const { a[0] = word_of(w, set * 8 + i * 2), a[1] = word_of(w, set * 8 + i * 2 + 1); }
+    DEVICE void codes(int set, int i, u32 (&a)[2]) const { a[0] = packed(set * 8 + i * 2), a[1] = packed(set * 8 + i * 2 + 1); }
+    DEVICE u32 packed(int i) const { return word_of(w, i); }
     static DEVICE float part(u32 s, u32, const float (&sum)[2], const uint4 &line) {
         return __fmul_rn(__uint_as_float(line.z), __fmaf_rn(half_of(s >> 16), sum[1], __fmul_rn(half_of(s), sum[0])));
     }
@@ -58,8 +69,9 @@ template <> struct Tile<kQ8_0> {  // codes [4, lane, 16]; scales fp16 [lane, 2]
 };
 
 // Scales and minima of six bits: bytes [lane, 4], two of each; their units fp16 [8, 2].
-struct Affine {
+struct Affine : Whole {
     static constexpr int SUMS = 2;
+    static constexpr bool MINIMA = true;
     u32 s, d;
     template <class L> DEVICE void load_scales(const L &from, int lane, int at) {
         s = from.one(at + lane * 4), d = from.one(at + 128 + (lane >> 2) * 4);
@@ -73,7 +85,7 @@ struct Affine {
     DEVICE float less(int set) const { return half_of(d >> 16) * byte_of(s, 2 + set); }
 };
 template <> struct Tile<kQ4_K> : Affine {  // codes [2, lane, 16]: the low bits of a byte of set 0, the high ones of 1
-    static constexpr int BYTES = 1024 + 128 + 32, SCALES = 1024;
+    static constexpr int BYTES = 1024 + 128 + 32, SCALES = 1024, QUADS = 2;  // each has the codes of both sets
     static constexpr bool SIGNED = false;
     uint4 w[2];
     template <class L> DEVICE void load(const L &from, int lane) {
@@ -82,8 +94,11 @@ template <> struct Tile<kQ4_K> : Affine {  // codes [2, lane, 16]: the low bits 
     }
     DEVICE void codes(int set, int i, u32 (&a)[2]) const {
 #pragma unroll
-        for (int n = 0; n < 2; ++n) a[n] = word_of(w, i * 2 + n) & (set ? 0xf0f0f0f0u : 0x0f0f0f0fu);
+        for (int n = 0; n < 2; ++n) a[n] = codes_of(packed(i * 2 + n), set);
     }
+    DEVICE u32 packed(int i) const { return word_of(w, i); }
+    static DEVICE int quad(int, int n) { return n; }
+    static DEVICE u32 codes_of(u32 word, int set) { return word & (set ? 0xf0f0f0f0u : 0x0f0f0f0fu); }
     static DEVICE float part(u32 s, u32 d, const float (&sum)[2], const uint4 &line) {
         return Affine::part(s, d, half_of(d), byte_of(s, 0), small_byte_of(s, 1), sum, line);
     }
@@ -98,7 +113,12 @@ template <int N> DEVICE void six_bits(const uint4 (&w)[N], int set, int i, u32 (
     if (i % 2 == 0) a[0] = x & mask, a[1] = y & mask;
     else a[0] = z & mask, a[1] = select(z << 2, 0x0c0c0c0cu, select(y << 4, 0x30303030u, x << 6 & 0xc0c0c0c0u));
 }
-template <> struct Tile<kQ6_K> {  // scales of 16 columns plus 128: bytes [lane, 4]; units fp16 [8]
+template <int N> DEVICE u32 six_bits_of(const uint4 (&w)[N], int i) {
+    u32 a[2];
+    six_bits(w, i / 8, i % 8 / 2, a);
+    return a[i % 2];
+}
+template <> struct Tile<kQ6_K> : Whole {  // scales of 16 columns plus 128: bytes [lane, 4]; units fp16 [8]
     static constexpr int BYTES = 1536 + 128 + 16, SCALES = 1536, SUMS = 4;
     static constexpr bool SIGNED = true;
     uint4 w[3];
@@ -109,6 +129,7 @@ template <> struct Tile<kQ6_K> {  // scales of 16 columns plus 128: bytes [lane,
         s = from.one(SCALES + lane * 4), d = from.half(SCALES + 128 + (lane >> 2) * 2);
     }
     DEVICE void codes(int set, int i, u32 (&a)[2]) const { six_bits(w, set, i, a); }
+    DEVICE u32 packed(int i) const { return six_bits_of(w, i); }
     static DEVICE float part(u32 s, u32 d, const float (&sum)[4], const uint4 &line) {
         float v = __fmul_rn(signed_byte_of(s, 0), sum[0]);
 #pragma unroll
@@ -128,6 +149,7 @@ template <> struct Tile<kQ5_K> : Affine {  // codes as of kQ6_K
         load_scales(from, lane, SCALES);
     }
     DEVICE void codes(int set, int i, u32 (&a)[2]) const { six_bits(w, set, i, a); }
+    DEVICE u32 packed(int i) const { return six_bits_of(w, i); }
     static DEVICE float part(u32 s, u32 d, const float (&sum)[2], const uint4 &line) {
         return Affine::part(s, d, half_of(d) * .25f, byte_of(s, 0), byte_of(s, 1), sum, line);
     }
@@ -184,22 +206,19 @@ DEVICE float whole(int upper, int lower) {
     constexpr float BIAS = 12582912.f;  // of multiply_bytes
     return __fmaf_rn(__int_as_float(upper) - BIAS, 256.f, __int_as_float(lower) - BIAS);
 }
-// Adds the products of a lane's i-th eight columns of a set of the tiles' groups; HIGH: tiles, one below the other.
-template <bool SIGNED, int HIGH>
-DEVICE void multiply_eight(int (&d)[4], const u32 (&c)[HIGH][2], u32 x, u32 y, bool fresh) {
-    multiply_bytes<SIGNED>(d, c[0][0], c[HIGH - 1][0], c[0][1], c[HIGH - 1][1], x, y, fresh);
-}
 // The products of the tiles' groups with one token, by plain cores: those of a lane's own row and groups, so that no two
 // instructions wait for each other as long as those of the tensor cores do. x: the lane's line.
 template <int KIND, int HIGH>
 DEVICE void multiply_words(const Tile<KIND> (&w)[HIGH], int (&d)[Tile<KIND>::SUMS][4], u32 x) {
     constexpr int RUN = 8 / Tile<KIND>::SUMS;
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-        const uint4 upper = load_shared(x + n * 16), lower = load_shared(x + 64 + n * 16);
+    for (int n = 0; n < 2; ++n) {
+        uint4 upper[2], lower[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int at = n * 2 + i;
+        for (int k = 0; k < 2; ++k) upper[k] = load_shared(x + n * 32 + k * 16), lower[k] = load_shared(x + 64 + n * 32 + k * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int at = i * 2 + n;
 #pragma unroll
             for (int h = 0; h < HIGH; ++h) {
                 int &up = d[at / RUN][2 * h], &low = d[at / RUN][2 * h + 1];
@@ -208,29 +227,42 @@ DEVICE void multiply_words(const Tile<KIND> (&w)[HIGH], int (&d)[Tile<KIND>::SUM
                 w[h].codes(at / 4, at % 4, c);
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
-                    up = multiply_four<Tile<KIND>::SIGNED>(c[k], word(upper, i * 2 + k), up);
-                    low = multiply_four<Tile<KIND>::SIGNED>(c[k], word(lower, i * 2 + k), low);
+                    up = multiply_four<Tile<KIND>::SIGNED>(c[k], word(upper[k], i), up);
+                    low = multiply_four<Tile<KIND>::SIGNED>(c[k], word(lower[k], i), low);
                 }
             }
         }
     }
 }
-// The same by the tensor cores; numbers(n): 16 bytes of a lane's numbers, which are four times as many.
+// The same by the tensor cores, which take four lanes' numbers for one lane's; numbers(n): the n-th 16 bytes of its line.
 template <int KIND, int HIGH, class F>
 DEVICE void multiply_groups(const Tile<KIND> (&w)[HIGH], int (&d)[Tile<KIND>::SUMS][4], F numbers) {
     constexpr int RUN = 8 / Tile<KIND>::SUMS;
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-        const uint4 v = numbers(n);
+    for (int n = 0; n < 2; ++n) {
+        const uint4 v[2] = {numbers(n * 2), numbers(n * 2 + 1)};
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int at = n * 2 + i;
+        for (int i = 0; i < 4; ++i) {
+            const int at = i * 2 + n;
             u32 c[HIGH][2];
 #pragma unroll
             for (int h = 0; h < HIGH; ++h) w[h].codes(at / 4, at % 4, c[h]);
-            multiply_eight<Tile<KIND>::SIGNED>(d[at / RUN], c, i ? v.z : v.x, i ? v.w : v.y, at % RUN == 0);
+            multiply_bytes<Tile<KIND>::SIGNED>(d[at / RUN], c[0][0], c[HIGH - 1][0], c[0][1], c[HIGH - 1][1], word(v[0], i),
+                                               word(v[1], i), at % RUN == 0);
         }
     }
+}
+// Of four lanes next to each other each gives its i-th word to the i-th.
+DEVICE void exchange_words(u32 (&v)[4], int lane) {
+#pragma unroll
+    for (int apart = 1; apart < 4; apart *= 2)
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const int i = apart == 1 ? 2 * n : n;
+            const u32 came = __shfl_xor_sync(~0u, lane & apart ? v[i] : v[i + apart], apart);
+            if (lane & apart) v[i] = came;
+            else v[i + apart] = came;
+        }
 }
 // What they are together, of a lane's groups of row lane / 4 of the h-th tile; s, unit: its scales; line: the groups' sums.
 template <int KIND> DEVICE float sum_of_groups(u32 s, u32 unit, const int (&d)[Tile<KIND>::SUMS][4], int h, const uint4 &line) {
@@ -260,7 +292,7 @@ struct Packed {
     const char *data[4];  // of each part of the weight, whose rows follow one another
     const void *x;        // this and the next ones as of `Product`
     const float *scale;
-    void *y;              // kStore: float [T, total]; kAdd: float [T, total], added to; kGate: bf16 [T, total]
+    void *y;              // kStore, kPart: float [T, total]; kAdd: float [T, total], added to; kGate: bf16 [T, total]
     float eps;
     int tokens, total;
     int inverse;             // 65536 / tokens + 1, to divide by
@@ -272,26 +304,37 @@ struct Packed {
     int whole[4], rest[4], shift[4];  // units of every block; so many have one more, from block `shift` on
 };
 
-// TOKENS: up to 1, 8 or 16. KINDS: bits of the kinds that the parts may have. HIGH: units that are multiplied at once, 1 or 2:
+// Sums of a number that a chunk of columns leaves to the next one: of each slice if it has columns in several runs; else
+// those of 1, 2 and 4 slices that wait for as many more, and of a part of a slice.
+DEVICE constexpr int kept_sums(int slices, int runs) {
+    return runs > 1 ? slices : slices > 4 ? 4 : slices > 2 ? 3 : slices;
+}
+// TOKENS: up to 1, 4, 8 or 16. KINDS: bits of the kinds that the parts may have. HIGH: units that are multiplied at once, 1 or 2:
 // the tensor cores have 16 rows. CHUNKED: x is staged chunk by chunk, because it does not fit as a whole. A token's sums are
-// made in the same order all the same.
-template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE, bool CHUNKED>
+// made in the same order all the same. SLICES, RUNS: as in sliced.cuh.
+template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE, bool CHUNKED, int SLICES, int RUNS>
 struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TOKENS == 1> {
     using Base = Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TOKENS == 1>;
     using Base::tokens, Base::a, Base::tid, Base::warp, Base::lane, Base::lines, Base::WARPS, Base::FIXED;
     static constexpr bool PLAIN = form_of(KINDS) != kFixed;
     static constexpr int TILES = K / 256, HALVES = TOKENS > 8 ? 2 : 1, COLUMNS = TOKENS == 1 ? 1 : 2;
+    static constexpr int EACH = TOKENS > 4 ? 2 : 1;  // tokens whose sums of quantized tiles a lane makes at once
     // a warp's tiles are all of the same columns of x, which stay in registers if they are plain
     static constexpr bool HELD = WARPS % TILES == 0 && TOKENS == 1 && !FIXED && !CHUNKED;
     static_assert(!CHUNKED || (!NORM && HEAD == 0 && OUT != kGate), "inputs with a norm are staged as a whole");
+    static constexpr bool SLICED = OUT == kAdd || OUT == kPart;
+    static constexpr int RUN = TILES / RUNS, RANGE = slice_end(RUN, SLICES, 0);  // RANGE: tiles of a slice in a run, at most
+    static constexpr int KEPT = SLICED ? kept_sums(SLICES, RUNS) : 2;  // of a number, that a chunk leaves to the next one
+    static_assert(TILES % RUNS == 0 && (!SLICED || !NORM) && (!CHUNKED || RUNS > 1 || TILES >= SLICES));
     int lap = 0, place = 0, begin = 0, width = TILES;  // begin, width: tiles of the current chunk
     u32 barrier, ring, at;  // of the current slot
     u32 x[HALVES];          // of plain numbers: of the lane's token, its first columns
     u32 line;               // of whole numbers, of the first tile and token: the lane's line
     float *partial;         // [rounds, tiles of one, T, 8]: two at most; CHUNKED: [tiles of a round and chunk, T, 8]
-    float2 *kept;           // CHUNKED: [units of a round, T, 8]: sums over the chunks before, of even and odd tiles
+    float *kept;            // CHUNKED: of each part [KEPT, its units of a round, T, 8]: sums over the chunks before
     Part *parts;
     float old = 0, alone = 0;  // alone: the norm's factor of the only token
+    int own;  // which of a slot's tiles the warp has: of several tokens in turns, so that all warps have equally many
     uint4 held[HELD ? 8 : 1];
 
     DEVICE PackedMultiplier(const Packed &args, char *shared) : Base(args, (float *)(shared + 512)) {
@@ -300,8 +343,8 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         if constexpr (FIXED) lines = next, next += most * LINES_BYTES * tokens();
         if constexpr (PLAIN) this->xs = next, next += most * 512 * tokens();
         partial = (float *)next;
-        if constexpr (CHUNKED) kept = (float2 *)(partial + a.sums);
-        parts = (Part *)(shared + 256);
+        if constexpr (CHUNKED) kept = partial + a.sums;
+        parts = (Part *)(shared + 256), own = warp;
         barrier = shared_address(shared), ring = at = shared_address(shared + 1024);
         if constexpr (FIXED) line = shared_address(lines) + (lane & 3) * LINE_BYTES;
         if constexpr (PLAIN) {
@@ -378,11 +421,6 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         if (copied <= a.slots) __syncthreads();
         await_own_copies();
     }
-    // Called directly, these two make the compiler keep more on the stack.
-    DEVICE float whole(int upper, int lower) const { return ::whole(upper, lower); }
-    template <bool SIGNED> DEVICE void multiply_eight(int (&d)[4], const u32 (&c)[HIGH][2], u32 x, u32 y, bool fresh) {
-        ::multiply_eight<SIGNED, HIGH>(d, c, x, y, fresh);
-    }
     // A tile's products with one token, [8], and those of the tiles below it, of so many units in all. Releases the slot.
     template <int KIND> DEVICE void multiply_one(int tile, float *to, int units) {
         Tile<KIND> w[HIGH];
@@ -404,61 +442,88 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         v += __shfl_xor_sync(~0u, v, 2);
         if ((lane & 3) < HIGH && own < units) to[own * (tiles() * 8) + (lane >> 2)] = v;
     }
-    // The same with all tokens, [T, 8], four at a time; scales: of the lane's row.
+    // The same with all tokens, [T, 8], by the tensor cores: an instruction multiplies a group of both tiles with eight
+    // columns, which are halves of so many tokens, or, of few tokens, both halves of four. scales: of the lane's row.
     template <int KIND>
-    DEVICE void multiply_many(Tile<KIND> (&w)[HIGH], uint4 (&scales)[HIGH], int tile, float *to, int below) {
-        constexpr int SUMS = Tile<KIND>::SUMS, RUN = 8 / SUMS;
+    DEVICE void multiply_many(const Tile<KIND> (&w)[HIGH], uint4 (&scales)[HIGH], int tile, float *to, int below) {
+        using Kind = Tile<KIND>;
+        u32 q[HIGH][Kind::QUADS][4];  // of group j and the one four further on, of each 16 columns the lane's four
+#pragma unroll
+        for (int h = 0; h < HIGH; ++h)
+#pragma unroll
+            for (int n = 0; n < Kind::QUADS; ++n) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) q[h][n][j] = w[h].packed(n * 4 + j);
+                exchange_words(q[h][n], lane);
+            }
+        release();
 #pragma unroll 1
-        for (int four = 0; four < tokens(); four += 4) {  // tokens that do not exist are the last one
-            const int token = four + (lane & 3), base = tile * tokens();
-            const u32 from = line + (base + min(four + (lane >> 3), tokens() - 1)) * LINES_BYTES + (lane >> 2 & 1) * 64,
-                      sums = shared_address(lines) + (base + min(token, tokens() - 1)) * LINES_BYTES + 128;
-            float s[4][HIGH][SUMS], pair[HIGH], sum[HIGH];
+        for (int first = 0; TOKENS > 8 ? first < tokens() : first == 0; first += 4 * EACH) {  // missing tokens are the last one
+            const int column = min(first + (lane >> 2) * EACH / 2, tokens() - 1);
+            const u32 numbers = shared_address(lines) + (tile * tokens() + column) * LINES_BYTES,
+                      from = numbers + (lane & 3) * 16 + (EACH == 1 ? (lane >> 2 & 1) * 64 : 0);
+            const uint4 tail = load_shared(numbers + (lane & 3) * LINE_BYTES + 128);
+            float pair[HIGH][EACH], sum[HIGH][EACH];
+            uint4 sums[EACH];
+            // the lane with the tail of group j and a token whose sums are the lane's own
+            const auto place = [&](int i, int j) { return ((lane & 3) * EACH + i) * (8 / EACH) + j; };
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) sums[i].z = __shfl_sync(~0u, tail.z, place(i, 0));
 #pragma unroll
             for (int h = 0; h < HIGH; ++h) {  // or there would not be registers enough for all that is the same each time
                 forget(scales[h]);
 #pragma unroll
-                for (uint4 &four : w[h].w) forget(four);
-            }
+                for (int n = 0; n < Kind::QUADS; ++n)
 #pragma unroll
-            for (int n = 0; n < SUMS; ++n) {
-                int d[4][4];
-                uint4 v;
-#pragma unroll
-                for (int i = 0; i < RUN; ++i) {
-                    const int at = n * RUN + i;
-                    if (i % 2 == 0) v = load_shared(from + at / 2 * 16);
-                    u32 c[HIGH][2];
-#pragma unroll
-                    for (int h = 0; h < HIGH; ++h) w[h].codes(at / 4, at % 4, c[h]);
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        const bool own = (lane & 3) == j;
-                        multiply_eight<Tile<KIND>::SIGNED>(d[j], c, own ? i % 2 ? v.z : v.x : 0, own ? i % 2 ? v.w : v.y : 0, i == 0);
-                    }
-                }
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-#pragma unroll
-                    for (int h = 0; h < HIGH; ++h) s[j][h][n] = whole(d[j][2 * h], d[j][2 * h + 1]);
+                    for (int j = 0; j < 4; ++j) forget(q[h][n][j]);
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const uint4 v = load_shared(sums + j * LINE_BYTES);
+                const uint4 upper = load_shared(from + j * LINE_BYTES),
+                            lower = EACH == 1 ? upper : load_shared(from + j * LINE_BYTES + 64);
+                float s[HIGH][EACH][Kind::SUMS];
 #pragma unroll
-                for (int h = 0; h < HIGH; ++h) {
-                    const float part = Tile<KIND>::part(word(scales[h], j), w[h].d, s[j][h], v);
-                    pair[h] = j % 2 ? pair[h] + part : part;
-                    if (j % 2) sum[h] = j == 1 ? pair[h] : sum[h] + pair[h];
+                for (int n = 0; n < Kind::SUMS; ++n) {
+                    int up[4], low[4];
+                    multiply_group<KIND>(up, q, n, j, upper);
+                    if constexpr (EACH == 2) multiply_group<KIND>(low, q, n, j, lower);
+#pragma unroll
+                    for (int h = 0; h < HIGH; ++h)
+#pragma unroll
+                        for (int i = 0; i < EACH; ++i)
+                            s[h][i][n] = whole(up[2 * h + i], EACH == 1 ? up[2 * h + 1] : low[2 * h + i]);
+                }
+#pragma unroll
+                for (int i = 0; i < EACH; ++i) {
+                    if constexpr (Kind::MINIMA)
+                        sums[i].x = __shfl_sync(~0u, tail.x, place(i, j)), sums[i].y = __shfl_sync(~0u, tail.y, place(i, j));
+#pragma unroll
+                    for (int h = 0; h < HIGH; ++h) {
+                        const float part = Kind::part(word(scales[h], j), w[h].d, s[h][i], sums[i]);
+                        pair[h][i] = j % 2 ? pair[h][i] + part : part;
+                        if (j % 2) sum[h][i] = j == 1 ? pair[h][i] : sum[h][i] + pair[h][i];
+                    }
                 }
             }
-            if (token < tokens()) {
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const int token = first + (lane & 3) * EACH + i;
+                if (token >= tokens()) continue;
 #pragma unroll
                 for (int h = 0; h < HIGH; ++h)
-                    if (h == 0 || below) to[h * below + token * 8 + (lane >> 2)] = sum[h];
+                    if (h == 0 || below) to[h * below + token * 8 + (lane >> 2)] = sum[h][i];
             }
         }
-        release();
+    }
+    // The products of group j or the one four further on: of 32 columns, or of 16.
+    template <int KIND>
+    static DEVICE void multiply_group(int (&d)[4], const u32 (&q)[HIGH][Tile<KIND>::QUADS][4], int n, int j, const uint4 &x) {
+        using Kind = Tile<KIND>;
+        const auto codes = [&](int h, int set, int half) { return Kind::codes_of(q[h][Kind::quad(set, half)][j], set); };
+        if constexpr (Kind::SUMS == 2)
+            multiply_bytes<Kind::SIGNED>(d, codes(0, n, 0), codes(HIGH - 1, n, 0), codes(0, n, 1), codes(HIGH - 1, n, 1),
+                                         word(x, n * 2), word(x, n * 2 + 1), true);
+        else multiply_half<Kind::SIGNED>(d, codes(0, n / 2, n % 2), codes(HIGH - 1, n / 2, n % 2), word(x, n));
     }
     // The same of tiles of plain kinds.
     template <int KIND> DEVICE void multiply_plain(const Tile<KIND> (&w)[HIGH], int tile, float *to, int below) {
@@ -490,11 +555,11 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     // A warp's tiles of the current slot, which has come.
     template <int KIND> DEVICE void load_tiles(Tile<KIND> (&w)[HIGH]) const {
 #pragma unroll
-        for (int n = 0; n < HIGH; ++n) w[n].load(Shared{at + (n * WARPS + warp) * Tile<KIND>::BYTES}, lane);
+        for (int n = 0; n < HIGH; ++n) w[n].load(Shared{at + (n * WARPS + own) * Tile<KIND>::BYTES}, lane);
     }
     template <int KIND> DEVICE void multiply_tiles(int count, float *to) {
         const int rows = (count + HIGH - 1) / HIGH;
-        int row = warp / tiles(), tile = warp % tiles();
+        int row = own / tiles(), tile = own % tiles();
 #pragma unroll 1
         for (int t = 0; t < rows * tiles(); t += WARPS) {
             await_barrier(barrier, lap);
@@ -505,6 +570,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
             row += WARPS / tiles(), tile += WARPS % tiles();
             if ((CHUNKED || WARPS % TILES) && tile >= tiles()) tile -= tiles(), ++row;
         }
+        if constexpr (TOKENS > 1) own = (own - rows * tiles()) & (WARPS - 1);
     }
     // A warp's tiles of the current slot, of so many units, with all tokens.
     template <int KIND> DEVICE void multiply_slot(int tile, float *to, int units) {
@@ -520,7 +586,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
             uint4 scales[HIGH];
 #pragma unroll
             for (int n = 0; n < HIGH; ++n)
-                scales[n] = load_shared(at + (n * WARPS + warp) * Tile<KIND>::BYTES + Tile<KIND>::SCALES + (lane >> 2) * 16);
+                scales[n] = load_shared(at + (n * WARPS + own) * Tile<KIND>::BYTES + Tile<KIND>::SCALES + (lane >> 2) * 16);
             multiply_many<KIND>(w, scales, tile, to, below);
         }
     }
@@ -528,50 +594,99 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         if constexpr ((KINDS >> KIND) & 1)
             if (kind == KIND || KINDS == 1 << KIND) multiply_tiles<KIND>(count, to);
     }
-    // A number's sum over all chunks up to the current one.
-    DEVICE float sum(const float *from, int token, int n, float2 *before = nullptr) const {
+    // A number's sum over all chunks up to the current one. before: its KEPT floats, `apart` from one to the next.
+    DEVICE float sum(const float *from, float *before = nullptr, int apart = 0) const {
+        if constexpr (SLICED && CHUNKED && RUNS == 1) return sum_of_some_slices(from, before, apart);
+        else if constexpr (SLICED) return sum_of_slices(from, before, apart);
         float v[2] = {};
-        if (CHUNKED && begin) v[0] = before->x, v[1] = before->y;
+        if (CHUNKED && begin) v[0] = before[0], v[1] = before[apart];
 #pragma unroll 8
-        for (int tile = 0; tile < tiles(); ++tile) v[tile & 1] += from[(tile * tokens() + token) * 8 + n];
-        if (CHUNKED) *before = make_float2(v[0], v[1]);
+        for (int tile = 0; tile < tiles(); ++tile) v[tile & 1] += from[tile * tokens() * 8];
+        if (CHUNKED) before[0] = v[0], before[apart] = v[1];
         return v[0] + v[1];
+    }
+    // Adds the tiles of the current chunk of a slice, which has those from `first` to `end` of each run.
+    DEVICE void add_slice(float &v, const float *from, int first, int end) const {
+#pragma unroll
+        for (int run = 0; run < RUNS; ++run)
+#pragma unroll
+            for (int i = 0; i < RANGE; ++i) {
+                const int tile = run * RUN + first + i - begin;
+                if (first + i < end && (!CHUNKED || u32(tile) < u32(width))) v += from[tile * tokens() * 8];
+            }
+    }
+    DEVICE float sum_of_slices(const float *from, float *before, int apart) const {
+        float v[SLICES];
+#pragma unroll
+        for (int i = 0; i < SLICES; ++i) {
+            v[i] = CHUNKED && begin ? before[i * apart] : 0.f;
+            add_slice(v[i], from, slice_begin(RUN, SLICES, i), slice_end(RUN, SLICES, i));
+            if (CHUNKED) before[i * apart] = v[i];
+        }
+#pragma unroll
+        for (int other = 1; other < SLICES; other *= 2)
+#pragma unroll
+            for (int i = 0; i < SLICES; i += 2 * other) v[i] += v[i + other];
+        return v[0];
+    }
+    // The same of one run, of which chunks have some slices after others: what is kept are sums of 1, 2 and 4 slices that
+    // wait for those they are paired with, and that of a slice that goes on in the next chunk.
+    DEVICE float sum_of_some_slices(const float *from, float *before, int apart) const {
+        float v = 0, sums[KEPT] = {};
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i)
+            if (begin) sums[i] = before[i * apart];
+#pragma unroll
+        for (int i = 0; i < SLICES; ++i) {
+            const int first = slice_begin(RUN, SLICES, i), end = slice_end(RUN, SLICES, i);
+            if (end <= begin || first >= begin + width) continue;
+            v = first < begin ? sums[KEPT - 1] : 0.f;
+            add_slice(v, from, first, end);
+            if (end > begin + width) {
+                sums[KEPT - 1] = v;
+                continue;
+            }
+            bool pairs = true;
+#pragma unroll
+            for (int level = 0; level < KEPT - 1; ++level) {
+                if (pairs && i >> level & 1) v = sums[level] + v;
+                else if (pairs) sums[level] = v, pairs = false;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) before[i * apart] = sums[i];
+        return v;
     }
     DEVICE int slot_of(int i) const { return TOKENS == 1 ? i : (i * a.inverse) >> 16; }
     // What a thread's first sum is added to.
     DEVICE void load_old() {
         int first;
         const int slot = slot_of(tid / 8), token = tid / 8 - slot * tokens(), count = units(parts[0], 0, first);
-        const int column = (first + slot) * 8 + tid % 8;
-        if (slot < count && column < parts[0].rows) old = load((const float *)a.y + i64(token) * a.total + column);
+        const int row = (first + slot) * 8 + tid % 8;
+        if (slot < count && row < parts[0].rows) old = load((const float *)a.y + i64(token) * a.total + parts[0].row + row);
     }
     // The sums of a round, to where they belong, after its last chunk.
     DEVICE void finish(int round, const float *from) {
-        float2 *before = kept;
+        float *before = kept;
+        const bool last = !CHUNKED || begin + width == TILES;
         for (int p = 0; p < (OUT == kGate ? 1 : a.parts); ++p) {
             int first;
             const Part of = parts[p];
-            const int count = units(of, round, first), each = tiles() * 8 * tokens();
-            for (int o = tid; o < count * tokens() * 8; o += WARPS * 32) {
+            const int count = units(of, round, first), each = tiles() * 8 * tokens(), total = count * tokens() * 8;
+            for (int o = tid; o < total; o += WARPS * 32) {
                 const int n = o % 8, slot = slot_of(o / 8), token = o / 8 - slot * tokens();
                 const int row = (first + slot) * 8 + n;
                 if (row >= of.rows) continue;
-                if constexpr (CHUNKED) {
-                    const float v = sum(from + slot * each, token, n, before + o);
-                    if (begin + width < TILES) continue;
-                    float *const to = (float *)a.y + i64(token) * a.total + of.row + row;
-                    *to = OUT == kAdd ? load(to) + v : v;
-                    continue;
-                }
                 const i64 to = i64(token) * a.total + of.row + row;
-                if (OUT == kAdd && (round || o != tid)) old = load((const float *)a.y + to);
-                const float f = !NORM ? 1.f : TOKENS == 1 ? alone : this->factor(token),
-                            v = sum(from + slot * each, token, n) * f;
-                if constexpr (OUT == kGate)
-                    ((u16 *)a.y)[to] = narrow(silu(v) * (sum(from + (count + slot) * each, token, n) * f));
+                if (OUT == kAdd && last && (CHUNKED || round || p || o != tid)) old = load((const float *)a.y + to);
+                const float f = !NORM ? 1.f : TOKENS == 1 ? alone : this->factor(token);
+                const float *const own = from + slot * each + token * 8 + n;
+                const float v = sum(own, before + o, total) * f;
+                if (!last) continue;
+                if constexpr (OUT == kGate) ((u16 *)a.y)[to] = narrow(silu(v) * (sum(own + count * each) * f));
                 else ((float *)a.y)[to] = OUT == kAdd ? old + v : v;
             }
-            from += count * each, before += count * tokens() * 8;
+            from += count * each, before += KEPT * total;
         }
     }
     DEVICE void run() {
@@ -602,10 +717,10 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     }
 };
 
-template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE, bool CHUNKED>
+template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE, bool CHUNKED, int SLICES, int RUNS>
 DEVICE void packed(const Packed &a) {
     extern __shared__ __align__(128) char shared[];
-    PackedMultiplier<K, NORM, OUT, TOKENS, KINDS, HIGH, HEAD, SLICE, CHUNKED> m(a, shared);
+    PackedMultiplier<K, NORM, OUT, TOKENS, KINDS, HIGH, HEAD, SLICE, CHUNKED, SLICES, RUNS> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
     if (NORM && m.tid * 32 < K) prefetch(a.scale + m.tid * 32);
     m.keep_parts();

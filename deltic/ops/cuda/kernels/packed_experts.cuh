@@ -247,7 +247,8 @@ DEVICE void packed_gate(const PackedGate &a) {
 
 // What all experts of a token give, added to its residual. A unit: 16 rows of all experts that are passed, PER of them in a
 // slot of the ring. A warp has one tile of both eights of rows, and brings the columns of each token that it multiplies
-// them with into the form of input.cuh by itself. A token's sum goes over the shared expert, then over its own, best first.
+// them with into the form of input.cuh by itself. Of a part of a token's sum (experts.cuh) its experts come first, the best
+// one before the others, then the slice of the shared expert, tile by tile.
 template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS, int OFFSET> struct PackedDownUnits {
     using Who = Passed<E, BEST, SHARED, NORMALISED>;
     struct Alone {
@@ -340,6 +341,30 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS
         for (int i = 0; i < TILES; ++i) v += from[(pair * TILES + i) * 16];
         return v;
     }
+    // A token's sum: the parts in pairs.
+    DEVICE float sum_of_parts(const float *from, int token) const {
+        float v = 0, kept[3];
+        int i = 0;
+#pragma unroll 1
+        for (int part = 0; part < PARTS; ++part) {
+            const int end = slice_end(E, PARTS, part);
+            v = 0;
+            for (; i < BEST && who.chosen[token][i] < end; ++i) v += sum(from, who.pair(who.passes[who.chosen[token][i]], token));
+            if constexpr (SHARED) {
+                const float *const own = from + who.pair(0, token) * TILES * 16;
+                float slice = 0;
+                for (int t = slice_begin(TILES, PARTS, part); t < slice_end(TILES, PARTS, part); ++t) slice += own[t * 16];
+                v += slice;
+            }
+            bool pairs = true;
+#pragma unroll
+            for (int level = 0; level < 3; ++level) {
+                if (pairs && part >> level & 1) v = kept[level] + v;
+                else if (pairs) kept[level] = v, pairs = false;
+            }
+        }
+        return v;
+    }
     DEVICE void run(int real) {
         const int token = tid >> 4, n = tid & 15, pairs = a.tokens * (BEST + SHARED);
         uint4 next = make_uint4(0, 0, 0, 0);
@@ -349,11 +374,7 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS
             const float old = token < real ? load(y) : 0.f;
             multiply_unit(to, next);
             meet_eight_warps();
-            if (token >= real) continue;
-            float v = SHARED ? sum(to + n, who.pair(0, token)) : 0.f;
-#pragma unroll 1
-            for (int i = 0; i < BEST; ++i) v += sum(to + n, who.pair(who.passes[who.chosen[token][i]], token));
-            *y = old + v;
+            if (token < real) *y = old + sum_of_parts(to + n, token);
         }
     }
 };
@@ -371,6 +392,7 @@ DEVICE void packed_down(const PackedDown &a) {
     if (copies) g.ring.init(g.lane);
     __syncthreads();
     g.who.choose(a.logits, real);
+    g.who.order_parts(real);
     if (copies) g.who.list(real);
     __syncthreads();
     if (copies) return g.copy_all(read_once());

@@ -6,13 +6,13 @@
 // that a lane has of a row, the tensor cores take two and two as those of one of their 16 rows, the others as those of
 // another one; and of each of four tokens, too, in two of their eight columns. So one instruction multiplies 32 columns
 // of 8 rows, and half of what it gives is of no use. The sum over the warps is made in their order. So a token's sums have
-// one order, whatever the batch.
+// one order, whatever the batch. Products whose columns may be split over devices are those of sliced.cuh.
 
 struct Product {
     const u16 *weight;   // [rows, K]
     const void *x;       // residual [T, K] float, to be normalised; or [T, K] bf16; or [T, heads_stride] float of heads
     const float *scale;  // [K] of the norm
-    void *y;             // kStore: float [T, rows]; kAdd: float [T, rows], added to; kGate: bf16 [T, rows / 2]
+    void *y;             // kStore, kPart: float [T, rows]; kAdd: float [T, rows], added to; kGate: bf16 [T, rows / 2]
     float eps;
     int tokens, rows;
     int whole, rest;   // units of every block; so many blocks have one more
@@ -21,11 +21,10 @@ struct Product {
     int slots;         // of the ring, at least 2
 };
 
-// HEAD: columns of a value head, whose outputs are normed first, with squares by slices of SLICE; 0: not.
-// FOURS: of tokens, at most.
-template <int K, bool NORM, int OUT, int FOURS, int ROWS, int HEAD, int SLICE>
-struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, kPaired> {
-    using Base = Input<Product, K, NORM, HEAD, SLICE, kPaired>;
+// OUT: kStore or kGate. FOURS: of tokens, at most.
+template <int K, bool NORM, int OUT, int FOURS, int ROWS>
+struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
+    using Base = Input<Product, K, NORM, 0, 0, kPaired>;
     using Base::a, Base::tid, Base::warp, Base::lane, Base::xs, Base::WARPS;
     static constexpr int PIECES = K / 64, WIDEST = 1024;
     static constexpr int SEGMENT = K < WIDEST ? K : WIDEST, SEGMENTS = (K + WIDEST - 1) / WIDEST,
@@ -39,7 +38,7 @@ struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, kPaired> {
     u32 barrier, at, input;   // of the current slot: its barrier, the lane's first fragment; the lane's first one of x
     char *ring;               // [slots, ROWS, LINE]
     float *partial;           // [2, group, WARPS, T, 8]
-    float old = 0, alone = 0;  // alone: the norm's factor of the only token
+    float alone = 0;          // the norm's factor of the only token
     bool odd;
 
     DEVICE Multiplier(const Product &args, char *shared) : Base(args, (float *)(shared + 512)) {
@@ -184,25 +183,17 @@ struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, kPaired> {
         for (int i = 0; i < WARPS; ++i) v += from[(i * a.tokens + token) * 8 + n];
         return v;
     }
-    // What a thread's first sum is added to.
-    DEVICE void load_old() {
-        const int slot = (tid / WIDTH * a.inverse) >> 16, token = tid / WIDTH - slot * a.tokens;
-        const int column = (blockIdx.x + slot * gridDim.x) * WIDTH + tid % WIDTH;
-        if (slot < count && column < a.rows) old = load((const float *)a.y + i64(token) * a.rows + column);
-    }
     // The sums of units i ... of this block, to where they belong.
     DEVICE void finish(int i, int units, const float *from) {
         for (int o = tid; o < units * a.tokens * WIDTH; o += WARPS * 32) {
             const int n = o % WIDTH, slot = (o / WIDTH * a.inverse) >> 16, token = o / WIDTH - slot * a.tokens;
             const int column = (blockIdx.x + (i + slot) * gridDim.x) * WIDTH + n;
             const float *part = from + slot * (WARPS * 8) * a.tokens;
-            if (OUT == kAdd && (i || o != tid) && column < a.rows)
-                old = load((const float *)a.y + i64(token) * a.rows + column);
             const float f = !NORM ? 1.f : a.tokens == 1 ? alone : this->factor(token), v = sum(part, token, n) * f;
             if constexpr (OUT == kGate)
                 ((u16 *)a.y)[i64(token) * (a.rows / 2) + column] = narrow(silu(v) * (sum(part, token, n + WIDTH) * f));
             else if (column < a.rows)
-                ((float *)a.y)[i64(token) * a.rows + column] = OUT == kAdd ? old + v : v;
+                ((float *)a.y)[i64(token) * a.rows + column] = v;
         }
     }
     DEVICE void run() {
@@ -221,16 +212,15 @@ struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, kPaired> {
 };
 
 // Blocks of 8 warps that multiply and one that copies.
-template <int K, bool NORM, int OUT, int FOURS, int ROWS, int HEAD, int SLICE> DEVICE void product(const Product &a) {
+template <int K, bool NORM, int OUT, int FOURS, int ROWS> DEVICE void product(const Product &a) {
     extern __shared__ __align__(128) char shared[];
-    Multiplier<K, NORM, OUT, FOURS, ROWS, HEAD, SLICE> m(a, shared);
+    Multiplier<K, NORM, OUT, FOURS, ROWS> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
     if (NORM && m.tid * 32 < K) prefetch(a.scale + m.tid * 32);
     __syncthreads();
     launch_dependents();
     wait();
     if (!m.count) return;
-    if constexpr (OUT == kAdd) m.load_old();
     m.stage();
     m.run();
 }

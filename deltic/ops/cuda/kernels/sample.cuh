@@ -1,5 +1,6 @@
 // Choosing tokens: the best logit, or the best of logits / temperature + the keyed noise of `ops/noise.py`. A block looks
-// at one part of a row's logits, then one block joins the parts.
+// at one part of a row's logits, then one block joins the parts. If several devices have logits of other tokens each, the
+// first one joins the parts of all: those of a device lie as [score, bounds, token], and the devices' behind each other.
 
 struct Choice {
     const float *logits;       // [L, V]
@@ -11,7 +12,7 @@ struct Choice {
     i64 *token;                // [L, parts]
     i64 *chosen;               // [2, L]: tokens, then whether the logits are sound
     i64 *landing;              // the same in memory of the host; may be null
-    int vocabulary, parts, rows;
+    int vocabulary, parts, rows, first, devices;  // first: the token of the first logit. parts: of a device
 };
 
 DEVICE double noise(u64 key, u64 id) {
@@ -88,13 +89,13 @@ DEVICE void choose_part(const Choice &a) {
         best_logit(best, logits, begin, end);
     else for (int i = begin + threadIdx.x; i < end; i += 256) {
         const float x = __ldcg(logits + i);
-        best.join(temperature == 0 ? double(x) : double(x) / fmax(double(temperature), 1e-9) + noise(key, a.ids ? a.ids[i] : i), i, x, x,
+        best.join(temperature == 0 ? double(x) : double(x) / fmax(double(temperature), 1e-9) + noise(key, a.ids ? a.ids[i] : a.first + i), i, x, x,
                   x - x == 0);
     }
     best.reduce(scores, tokens, bounds);
     if (threadIdx.x == 0) {
         const i64 at = i64(row) * a.parts + part;
-        a.score[at] = best.score, a.token[at] = best.token, a.bounds[2 * at] = best.low;
+        a.score[at] = best.score, a.token[at] = best.token + a.first, a.bounds[2 * at] = best.low;
         a.bounds[2 * at + 1] = best.sound ? best.high : __int_as_float(0x7fffffff);
     }
 }
@@ -103,8 +104,8 @@ DEVICE void choose_part(const Choice &a) {
 DEVICE void choose(const Choice &a) {
     const int row = blockIdx.x;
     Best best{-1e308, 0x7fffffff, 3e38f, -3e38f, true};
-    for (int p = threadIdx.x; p < a.parts; p += 32) {
-        const i64 at = i64(row) * a.parts + p;
+    for (int p = threadIdx.x; p < a.devices * a.parts; p += 32) {
+        const i64 at = i64(p / a.parts * 3 * a.rows + row) * a.parts + p % a.parts;
         const float high = a.bounds[2 * at + 1];
         best.join(a.score[at], a.token[at], a.bounds[2 * at], high == high ? high : 0, high == high);
     }

@@ -1,0 +1,229 @@
+
+// y[t, n] = sum of x[t, k] * weight[n, k] for up to 16 tokens, where devices may have parts of the columns: as product.cuh,
+// but the order of a sum is that of deltic/ops/slices.py, whatever part of the columns the device has.
+//
+// A warp multiplies a whole slice of a unit: groups of 32 columns, counted from the slice's first column on, one after the
+// other, even ones into one accumulator and odd ones into another one. The slices' sums are added in pairs. No step of this
+// depends on where the slice lies or which others the device has. Eight slices make a unit of a model on one device; of one
+// on several devices the eight warps multiply several units at once. Warps with neighbouring slices make a team. Teams take the
+// ring's slots in turns and do not wait for each other before all units are multiplied. A slot has a piece of each slice of a
+// team: the copying warp needs as long for a copy of 1 KiB as for one of 2, and as long for 4 copies as for 16.
+
+// The shape of a slot. SLICES: of the device. RUNS: a slice has a range of columns in each of so many equal runs. SHORT:
+// slots are short, as the input of many tokens, or a small card, leaves little room.
+template <int K, int SLICES, int RUNS, int ROWS, bool SHORT> struct SliceShape {
+    static constexpr int UNIT = 16, RUN = K / RUNS, RANGE = slice_end(RUN / UNIT, SLICES, 0) * UNIT, COPY = 2304, LANES = 16;
+    static_assert(RUN % UNIT == 0 && K % RUNS == 0);
+    // otherwise the rings of 8 warps leave room for the input of a token
+    static constexpr int FIT = (((93 << 10) - 2 * K) / (8 * ROWS) - 64) / 128 * 64, WIDEST = SHORT ? (ROWS < 8 ? 768 : 448) : FIT > 64 ? FIT : 64;
+    static constexpr int PIECES = (RANGE + WIDEST - 1) / WIDEST, PIECE = ((RANGE + PIECES - 1) / PIECES + 63) / 64 * 64;
+    static constexpr int PARTS = RUNS * PIECES;  // slots of a slice
+    static constexpr bool SAME = RUN == SLICES * RANGE, EQUAL = SAME && RANGE == PIECES * PIECE;  // ranges; pieces, too
+    static constexpr bool WHOLE_GROUPS = SAME && RANGE % 32 == 0;  // no slice ends within a group
+    static constexpr int span() {
+        int n = 1;
+        while (EQUAL && PARTS == 1 && 2 * n <= SLICES && 4 * n * RANGE <= COPY) n *= 2;
+        return n;
+    }
+    static constexpr int SPAN = span();  // slices of a copy
+    // slices of a slot, and warps of a team
+    static constexpr int JOINED = SPAN > 1 || !SHORT ? SPAN : SLICES < LANES / ROWS ? SLICES : LANES / ROWS;
+    // lines lie an odd number of 64 bytes apart, so that two of them are not in the same banks
+    static constexpr int LINE = SPAN * PIECE * 2 + 64, LINES = JOINED / SPAN * ROWS, SLOT = LINES * LINE;
+    // A row's line in a slot, and the line's part, that has a slice of the team: bytes from the slot's begin.
+    static DEVICE int place(int slice, int row) { return (slice / SPAN * ROWS + row) * LINE + slice % SPAN * (RANGE * 2); }
+    // Columns of part p of a slice: the first one, and how many.
+    static DEVICE int first(int slice, int p) {
+        const int run = p / PIECES;
+        return run * RUN + (SAME ? slice * RANGE : slice_begin(RUN / UNIT, SLICES, slice) * UNIT) + (p - run * PIECES) * PIECE;
+    }
+    static DEVICE int columns(int slice, int p) {
+        if constexpr (EQUAL) return PIECE;
+        if constexpr (SAME) return min(PIECE, RANGE - p % PIECES * PIECE);  // the copying warp has no time for more
+        const int range = (slice_end(RUN / UNIT, SLICES, slice) - slice_begin(RUN / UNIT, SLICES, slice)) * UNIT;
+        return max(0, min(PIECE, range - p % PIECES * PIECE));
+    }
+};
+
+// OUT: kAdd: y is added to; kPart: the sum of the device's slices is written to y. The other parameters are those of
+// `Multiplier`.
+template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT>
+struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
+    using Base = Input<Product, K, false, HEAD, SLICE, kPaired>;
+    using Base::a, Base::tid, Base::warp, Base::lane, Base::xs, Base::WARPS;
+    using Shape = SliceShape<K, SLICES, RUNS, ROWS, SHORT>;
+    static constexpr int JOINED = Shape::JOINED, TEAMS = WARPS / JOINED;
+    static constexpr int PARTS = Shape::PARTS, SLOT = Shape::SLOT, UNITS = WARPS / SLICES;  // UNITS: at once
+    int count, lap = 0, slot = 0;
+    u32 barriers, ring, input;     // input: a lane's column of x in the first group
+    float *partial;                // [2, group, SLICES, T, ROWS]
+    float old = 0;
+
+    DEVICE SlicedMultiplier(const Product &args, char *shared) : Base(args, (float *)(shared + 512)) {
+        count = a.whole + (blockIdx.x < a.rest);
+        xs = shared + 1024 + a.slots * SLOT;
+        partial = (float *)(xs + K * 2 * a.tokens);
+        barriers = shared_address(shared);
+        ring = shared_address(shared + 1024);
+        input = shared_address(xs) + (lane >> 2 & 1) * 8;
+    }
+    // The slot so many after the current one.
+    DEVICE void next(int slots) {
+        if ((slot += slots) >= a.slots) slot -= a.slots, lap ^= 1;
+    }
+    // The copying warp: pieces for all teams in turns; the first ones need no room to be made.
+    DEVICE void copy_all() {
+        const u64 policy = read_once();
+        const int total = (count + UNITS - 1) / UNITS * PARTS * TEAMS, early = min(a.slots, total), empty = 8 * a.slots;
+        if (lane == 0) {
+            for (int i = 0; i < a.slots; ++i) init_barrier(barriers + 8 * i, COPIERS), init_barrier(barriers + empty + 8 * i, JOINED);
+            publish_barriers();
+        }
+        __syncwarp();
+        const int line = min(lane, Shape::LINES - 1), row = line % ROWS;
+        int done = 0;
+        for (int unit = 0; unit < count; unit += UNITS)
+            for (int p = 0; p < PARTS; ++p)
+                for (int team = 0; team < TEAMS; ++team, ++done, next(1)) {
+                    if (done == early) __syncthreads();  // the barriers are there
+                    const int of = unit + team * JOINED / SLICES, slice = team * JOINED % SLICES;
+                    if (of < count) copy_slot(done >= early, of, slice, p, line, row, empty, policy);
+                }
+        if (early == total) __syncthreads();
+        await_own_copies();
+    }
+    // Copies part p of a team's slices, from this one on. line, row: of the lane.
+    DEVICE void copy_slot(bool used, int unit, int slice, int p, int line, int row, int empty, u64 policy) {
+        const u32 barrier = barriers + 8 * slot;
+        if (used) await_barrier(barrier + empty, lap ^ 1);
+        int all = 0;
+#pragma unroll
+        for (int i = 0; i < JOINED; ++i) all += Shape::columns(slice + i, p);
+        if (lane == 0) expect_bytes(barrier, all * 2 * ROWS);
+        __syncwarp();
+        const int own = slice + line / ROWS * Shape::SPAN, bytes = Shape::SPAN * Shape::columns(own, p) * 2;
+        const i64 of = min((int(blockIdx.x) + unit * int(gridDim.x)) * ROWS + row, a.rows - 1);
+        COPY_EACH(lane < Shape::LINES && bytes > 0, ring + slot * SLOT + line * Shape::LINE,
+                  (const char *)a.weight + of * (K * 2) + Shape::first(own, p) * 2, bytes, barrier, policy);
+        end_copies(barrier);
+    }
+    // Products of a part of a slice. d: of four tokens each, of even and odd groups.
+    DEVICE void multiply_part(float (&d)[FOURS][2][4], int slice, int p) {
+        constexpr int AHEAD = FOURS == 1 ? 4 : 2;  // groups that come to registers at once
+        const int columns = Shape::columns(slice, p), groups = Shape::EQUAL ? Shape::PIECE / 32 : (columns + 31) / 32;
+        const int column = Shape::first(slice, p) + (lane & 3) * 8;
+        const u32 from = input + column / 32 * a.tokens * 64 + column % 32 * 2, barrier = barriers + 8 * slot;
+        const u32 at = ring + slot * SLOT + Shape::place(warp % JOINED, (lane >> 2) % ROWS) + (lane & 3) * 16;
+        const auto multiply_groups = [&](int first) {
+            uint4 w[AHEAD];
+            uint2 x[AHEAD][FOURS];
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                const int group = first + i;
+                if (group >= groups) continue;
+                const bool mine = Shape::WHOLE_GROUPS || group * 32 + (lane & 3) * 8 < columns;
+                w[i] = mine ? load_shared(at + group * 64) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+                for (int four = 0; four < FOURS; ++four) {
+                    // of tokens that do not exist, the last one
+                    const u32 token = from + (group * a.tokens + min(4 * four + (lane >> 3), a.tokens - 1)) * 64;
+                    x[i][four] = make_uint2(0, 0);
+                    if (mine && (four == 0 || 4 * four < a.tokens)) x[i][four] = load_shared2(token);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i)
+                if (first + i < groups)
+#pragma unroll
+                    for (int four = 0; four < FOURS; ++four)
+                        if (four == 0 || 4 * four < a.tokens)
+                            multiply(d[four][i % 2], w[i].x, w[i].y, w[i].z, w[i].w, x[i][four].x, x[i][four].y);
+        };
+        // a barrier tells two laps from each other: a team that had the slot before must have done with it
+        if (a.slots % TEAMS) await_barrier(barrier + 8 * a.slots, lap ^ 1);
+        await_barrier(barrier, lap);
+        __syncwarp();
+        if constexpr (Shape::EQUAL && FOURS == 1) {
+#pragma unroll
+            for (int group = 0; group < Shape::PIECE / 32; group += AHEAD) multiply_groups(group);
+        } else {
+#pragma unroll 1
+            for (int group = 0; group < groups; group += AHEAD) multiply_groups(group);
+        }
+        __syncwarp();
+        if (lane == 0) arrive_barrier(barrier + 8 * a.slots);  // all that the slot held was multiplied
+        next(TEAMS);
+    }
+    // Products of so many units.
+    DEVICE void multiply_units(int units, float *to) {
+        const int own = warp / SLICES, slice = warp % SLICES;
+        to += warp * a.tokens * ROWS;
+#pragma unroll 1
+        for (int unit = 0; unit < units; unit += UNITS, to += WARPS * a.tokens * ROWS) {
+            const bool exists = UNITS == 1 || unit + own < units;
+            float d[FOURS][2][4] = {};
+#pragma unroll 1
+            for (int p = 0; p < PARTS && exists; ++p) multiply_part(d, slice, p);
+#pragma unroll
+            for (int four = 0; four < FOURS; ++four) {
+                const int token = 4 * four + (lane & 3);
+                if (exists && token < a.tokens && (lane >> 2) < ROWS)
+                    to[token * ROWS + (lane >> 2)] = (d[four][0][0] + d[four][0][3]) + (d[four][1][0] + d[four][1][3]);
+            }
+        }
+    }
+    // Where the sum of a number belongs: of units from the first one on, their tokens and their rows.
+    DEVICE float *place_in_y(int first, int number) const {
+        const int of = number / ROWS, unit = (of * a.inverse) >> 16, token = of - unit * a.tokens;
+        const int row = (int(blockIdx.x) + (first + unit) * int(gridDim.x)) * ROWS + number % ROWS;
+        return row < a.rows ? (float *)a.y + i64(token) * a.rows + row : nullptr;
+    }
+    DEVICE void finish(int first, int units, const float *from) {
+        const int stride = a.tokens * ROWS;
+        for (int number = tid; number < units * stride; number += WARPS * 32) {
+            const int unit = (number / ROWS * a.inverse) >> 16;
+            const float *const own = from + number + unit * (SLICES - 1) * stride;
+            float v[SLICES];
+#pragma unroll
+            for (int i = 0; i < SLICES; ++i) v[i] = own[i * stride];
+#pragma unroll
+            for (int apart = 1; apart < SLICES; apart *= 2)
+#pragma unroll
+                for (int i = 0; i < SLICES; i += 2 * apart) v[i] += v[i + apart];
+            if (float *const y = place_in_y(first, number)) {
+                if (OUT == kAdd && (first || number != tid)) old = load(y);
+                *y = OUT == kAdd ? old + v[0] : v[0];
+            }
+        }
+    }
+    DEVICE void run() {
+        const int each = SLICES * ROWS * a.tokens;
+        for (int unit = 0, turn = 0; unit < count; unit += a.group, turn ^= 1) {
+            const int units = min(a.group, count - unit);
+            float *const to = partial + turn * a.group * each;
+            multiply_units(units, to);
+            this->meet();
+            finish(unit, units, to);
+        }
+    }
+    // What a thread's first sum is added to.
+    DEVICE void load_first() {
+        if (tid < min(a.group, count) * a.tokens * ROWS)
+            if (float *const y = place_in_y(0, tid)) old = load(y);
+    }
+};
+
+// Blocks of 8 warps that multiply and one that copies.
+template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT> DEVICE void sliced(const Product &a) {
+    extern __shared__ __align__(128) char shared[];
+    SlicedMultiplier<K, OUT, FOURS, ROWS, HEAD, SLICE, SLICES, RUNS, SHORT> m(a, shared);
+    if (m.warp == m.WARPS) return m.copy_all();
+    m.slot = m.warp / m.JOINED;
+    __syncthreads();
+    launch_dependents();
+    wait();
+    if (!m.count) return;
+    if constexpr (OUT == kAdd) m.load_first();
+    m.stage();
+    m.run();
+}

@@ -1,0 +1,110 @@
+"""How products sum columns that may be split over devices: the shape of a slot of the ring (kernels/sliced.cuh)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deltic.ops.cuda.layout import WARPS
+from deltic.ops.slices import PLAIN_UNIT, SLICES
+from deltic.ops.types import GdnSpec
+
+_PIECE_UNIT = 64
+"""Columns of a slot are a multiple of it."""
+_ONE_TOKEN_BYTES, _COPY_BYTES = 93 << 10, 2304
+"""Of a block with one token: its input and its ring, at most. Of a copy of several slices."""
+_LANES = 16
+"""Copies of a short slot that are made at once, if a copy is of one slice."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnSlices:
+    """slices: neighbouring slices of a weight's columns that the device has. runs: as in `ops.slices.column_slices`."""
+
+    slices: int = SLICES
+    runs: int = 1
+
+    @property
+    def suffix(self) -> str:
+        """Of a kernel's name."""
+        return f"_s{self.slices}" * (self.slices < SLICES) + f"_r{self.runs}" * (self.runs > 1)
+
+
+WHOLE = ColumnSlices()
+
+
+def split_of(shards: int, spec: GdnSpec | None = None) -> ColumnSlices:
+    """Returns the split of a weight on one of `shards` devices. spec: of the layer whose output projection it is."""
+    runs = spec.value_heads // spec.key_heads if spec and spec.tiled else 1
+    return ColumnSlices(SLICES // shards, runs)
+
+
+@dataclass(frozen=True, slots=True)
+class SliceShape:
+    """The struct of this name in kernels/sliced.cuh. columns: of the device. rows: of a unit. short: the
+    slots are short."""
+
+    columns: int
+    split: ColumnSlices
+    rows: int
+    short: bool
+
+    @property
+    def range(self) -> int:
+        """Columns of a slice in each run, at most."""
+        units, count = self.columns // (self.split.runs * PLAIN_UNIT), self.split.slices
+        while count > 1:  # the first half is the longer one
+            units, count = (units + 1) // 2, count // 2
+        return units * PLAIN_UNIT
+
+    @property
+    def pieces(self) -> int:
+        """Slots that a range takes."""
+        fit = ((_ONE_TOKEN_BYTES - 2 * self.columns) // (WARPS * self.rows) - 64) // 128 * _PIECE_UNIT
+        return -(-self.range // ((768 if self.rows < 8 else 448) if self.short else max(fit, _PIECE_UNIT)))
+
+    @property
+    def piece(self) -> int:
+        return -(-self.range // (self.pieces * _PIECE_UNIT)) * _PIECE_UNIT
+
+    @property
+    def span(self) -> int:
+        """Slices of a copy."""
+        count, slices = 1, self.split.slices
+        whole = self.columns == slices * self.piece
+        while whole and 2 * count <= slices and 4 * count * self.range <= _COPY_BYTES:
+            count *= 2
+        return count
+
+    @property
+    def joined(self) -> int:
+        """Slices of a slot, and warps that multiply them."""
+        return self.span if self.span > 1 or not self.short else min(self.split.slices, _LANES // self.rows)
+
+    @property
+    def slot(self) -> int:
+        """Bytes of a slot."""
+        return self.joined // self.span * self.rows * (self.span * self.piece * 2 + 64)
+
+    @property
+    def teams(self) -> int:
+        return WARPS // self.joined
+
+    @property
+    def rounds(self) -> int:
+        """Slots of each team for the units that a block multiplies at once."""
+        return self.split.runs * self.pieces
+
+    @property
+    def units(self) -> int:
+        """Units that a block multiplies at once."""
+        return WARPS // self.split.slices
+
+    @property
+    def template(self) -> str:
+        return f"{self.split.slices}, {self.split.runs}, {self.rows}, {str(self.short).lower()}"
+
+    @property
+    def check(self) -> str:
+        """Source that does not compile if the kernels' shape is another one."""
+        shape = f"SliceShape<{self.columns}, {self.template}>"
+        return f"static_assert({shape}::SLOT == {self.slot} && {shape}::PARTS == {self.rounds});\n"

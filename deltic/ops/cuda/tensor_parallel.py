@@ -1,0 +1,270 @@
+"""A step on several devices from one thread: the layers of all devices are launched in turns, and a sum over devices is
+exchanged wherever each device has only its part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from deltic.ops.cuda.allreduce import AllReduce
+from deltic.ops.cuda.driver import record, recording
+from deltic.ops.types import Batch
+
+Result = TypeVar("Result")
+_MAX_ROWS = 256
+"""Rows of a step whose sums peers make by stores."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSum:
+    """One device's part of a sum over all devices.
+
+    own [T, H]: the part; float32 of few tokens, bfloat16 of many. residual [T, H] float32: the sum is added to it;
+    None: `own` becomes the sum.
+    """
+
+    own: Tensor
+    residual: Tensor | None = None
+
+
+Shared = Generator[PartialSum, None, Result]
+"""The launches of one device. Yields a part where the next launches need the sum; ends with the device's result."""
+
+
+def part_of(residual: Tensor, shards: int) -> Tensor:
+    """Returns where one of `shards` devices writes its part of what is added to the residual of few tokens; with one
+    device to the residual itself."""
+    return residual if shards == 1 else torch.empty_like(residual)
+
+
+def add_part(part: Tensor, residual: Tensor) -> Shared[None]:
+    """Adds all devices' parts to the residual, unless it is what `part_of` returned."""
+    if part is not residual:
+        yield PartialSum(part, residual)
+
+
+def add_rows(part: Tensor, residual: Tensor) -> Shared[Tensor | None]:
+    """Exchanges a device's part [T, H] of what is added to the residual of many tokens. float32: adds the sum to the
+    residual and returns None. bfloat16, of prompts: returns the sum, which the caller adds."""
+    if part.dtype == torch.float32:
+        yield PartialSum(part, residual)
+        return None
+    yield PartialSum(part)
+    return part
+
+
+class PartExchange(Protocol):
+    """Launches sums over devices. Nothing waits for a device."""
+
+    def __call__(self, parts: Sequence[PartialSum]) -> None:
+        """parts: of each device, in their order, equal in shape."""
+
+
+class PeerExchange:
+    """Sums by stores into the memory of peers, in the order of `ops.slices`; those of prompts, which are larger, by
+    NCCL."""
+
+    def __init__(self, devices: Sequence[torch.device], hidden: int) -> None:
+        # torch's memory may be mapped in pages, which the other devices of the process cannot reach
+        os.environ["NCCL_P2P_DIRECT_DISABLE"] = "1"
+        self._floats = _MAX_ROWS * hidden
+        self._sums = AllReduce(devices, self._floats)
+
+    def __call__(self, parts: Sequence[PartialSum]) -> None:
+        if parts[0].residual is None or parts[0].own.numel() > self._floats:
+            return self._by_nccl(parts)
+        for rank, part in enumerate(parts):
+            assert part.residual is not None
+            with torch.cuda.device(part.own.device):
+                self._sums.add(rank, part.own, part.residual)
+
+    def _by_nccl(self, parts: Sequence[PartialSum]) -> None:
+        torch.cuda.nccl.all_reduce([part.own for part in parts])
+        for part in parts:
+            if part.residual is not None:
+                with torch.cuda.device(part.own.device):
+                    part.residual.add_(part.own)
+
+    def check(self) -> None:
+        """Raises UnavailableError if a device waited for another one in vain."""
+        self._sums.check()
+
+
+def alone(launches: Shared[Result]) -> Result:
+    """Launches everything on the only device."""
+    try:
+        next(launches)
+    except StopIteration as stop:
+        result: Result = stop.value
+        return result
+    raise AssertionError("a model on one device has no parts of sums")
+
+
+def together(devices: Sequence[torch.device], launches: Sequence[Shared[Result]], exchange: PartExchange
+             ) -> list[Result]:
+    """Launches on all devices in turns. They take the same steps, so that all parts of a sum come at the same time.
+    Returns their results. A device's queue of launches is never filled up while it waits for another one's part."""
+    results = list[Result]()
+    while not results:
+        parts = list[PartialSum]()
+        for device, own in zip(devices, launches, strict=True):
+            with torch.cuda.device(device):
+                try:
+                    parts.append(next(own))
+                except StopIteration as stop:
+                    results.append(stop.value)
+        if parts:
+            assert not results, "devices disagree about the sums of a step"
+            exchange(parts)
+    return results
+
+
+class ShardedLogits(Tensor):
+    """Logits [L, V] whose columns several devices have: `parts`. Every operation takes `whole`, the logits on the first
+    device, which are brought there when an operation needs them."""
+
+    parts: tuple[Tensor, ...]
+    _whole: Tensor | None
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[Tensor]) -> ShardedLogits:
+        first, width = parts[0], sum(part.shape[1] for part in parts)
+        found: ShardedLogits = Tensor._make_wrapper_subclass(
+            cls, (len(first), width), dtype=first.dtype, device=first.device)
+        found.parts, found._whole = tuple(parts), None
+        return found
+
+    @property
+    def whole(self) -> Tensor:
+        if self._whole is None:
+            device = self.parts[0].device
+            self._whole = torch.cat([part.to(device, non_blocking=True) for part in self.parts], dim=1)
+        return self._whole
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's annotations leave out the function
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(ShardedLogits, lambda logits: logits.whole, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+class DeviceStep(Protocol):
+    """The launches of one device's part of a model."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def launches(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]] | None:
+        """Returns the launches of a step, as `Ops.step` without calling them; None if it is not served."""
+
+    def prepare_prompts(self, most: int) -> None:
+        """As `PreparesPrompts`."""
+
+
+class ShardedStep:
+    """Computes the logits of a batch on several devices. The batch and the result are on the first one.
+
+    follow: called on each device behind a step, with the device's number, its batch and the hidden states of all
+    tokens, if the batch asks for them.
+    """
+
+    def __init__(self, steps: Sequence[DeviceStep], exchange: PartExchange) -> None:
+        self._steps, self.exchange = tuple(steps), exchange
+        self.devices = tuple(step.device for step in steps)
+        self.follow: Callable[[int, Batch, Tensor], None] | None = None
+
+    def check(self) -> None:
+        """Raises UnavailableError if a device waited for another one in vain in an earlier step. Waits for none."""
+        if isinstance(self.exchange, PeerExchange):
+            self.exchange.check()
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
+        found = self.run([batch_on(batch, device) for device in self.devices])
+        return None if found is None else self.joined(found)
+
+    def prepare_prompts(self, most: int) -> None:
+        """As `PreparesPrompts`, on each device."""
+        for step in self._steps:
+            with torch.cuda.device(step.device):
+                step.prepare_prompts(most)
+
+    def run(self, batches: Sequence[Batch]) -> list[tuple[Tensor, Tensor | None]] | None:
+        """Launches a step, given its batch on each device. Returns each device's logits, of its part of the vocabulary,
+        and hidden states."""
+        launches = []
+        for step, batch in zip(self._steps, batches, strict=True):
+            own = step.launches(batch)
+            if own is None:
+                return None
+            launches.append(own)
+        results = together(self.devices, launches, self.exchange)
+        for rank, (batch, (_, hidden)) in enumerate(zip(batches, results, strict=True)):
+            if self.follow and hidden is not None:
+                with torch.cuda.device(self.devices[rank]):
+                    self.follow(rank, batch, hidden)
+        return results
+
+    def joined(self, results: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+        """Returns the logits [L, V] of all devices, and the hidden states of the first one."""
+        return ShardedLogits([own for own, _ in results]), results[0][1]
+
+
+def batch_on(batch: Batch, device: torch.device) -> Batch:
+    """Returns the batch with its tensors on a device; itself if they are there."""
+    if batch.ids.device == device:
+        return batch
+    moved: dict[str, Any] = {
+        name: value.to(device, non_blocking=True) for name in Batch.__slots__
+        if isinstance(value := getattr(batch, name), Tensor)}
+    # both are the same tensor if no row has entries in a delta log
+    moved["base"] = moved["done"] if batch.base is batch.done else moved["base"]
+    embeds = batch.input_embeds and replace(
+        batch.input_embeds, tokens=batch.input_embeds.tokens.to(device), rows=batch.input_embeds.rows.to(device))
+    padded = batch.padded and replace(batch.padded, numbers=batch.padded.numbers.to(device, non_blocking=True))
+    return replace(batch, **moved, input_embeds=embeds, padded=padded, memo={}, kept=None)
+
+
+def record_all(launch: Callable[[], Result], devices: Sequence[torch.device], pools: Sequence[Any]
+               ) -> tuple[list[torch.cuda.CUDAGraph], Result]:
+    """Returns a graph for each device of what `launch` launches there, none of which runs, and the result of `launch`.
+    pools: as in `driver.record`, of each device."""
+    if len(devices) == 1:
+        with torch.cuda.device(devices[0]):
+            graph, result = record(launch, pools[0])
+        return [graph], result
+    with recording(), torch.cuda.device(devices[0]):  # setting a stream makes its device the current one
+        return _record_together(launch, devices, pools)
+
+
+def _record_together(launch: Callable[[], Result], devices: Sequence[torch.device], pools: Sequence[Any]
+                     ) -> tuple[list[torch.cuda.CUDAGraph], Result]:
+    streams = [torch.cuda.Stream(device) for device in devices]
+    graphs = [torch.cuda.CUDAGraph() for _ in devices]
+    for device in devices:
+        torch.cuda.synchronize(device)
+    begun = 0
+    try:
+        for device, stream, graph, pool in zip(devices, streams, graphs, pools, strict=True):
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                graph.capture_begin(pool, "relaxed")
+            begun += 1
+        before = [torch.cuda.current_stream(device) for device in devices]
+        for stream in streams:
+            torch.cuda.set_stream(stream)
+        try:
+            result = launch()
+        finally:
+            for stream in before:
+                torch.cuda.set_stream(stream)
+    finally:
+        for device, stream, graph in list(zip(devices, streams, graphs, strict=True))[:begun]:
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                graph.capture_end()
+    return graphs, result
