@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from deltic.cli.output import bytes_bar, gib
 from deltic.cli.parser import UsageError, existing_file, flag, option_hint, read_text, text, whole
-from deltic.cli.torch_import import quick_imports
 from deltic.config import PRESETS, EngineConfig, Limits, ModelConfig, available_memory
 from deltic.params import PARAMETERS, SamplingParams
 
@@ -252,9 +251,8 @@ def open_llm(args: argparse.Namespace, **defaults: Any) -> LLM:
     given = {**defaults, **engine_options(args)}
     if args.random:
         _check_memory(args, given)
-    with quick_imports():
-        from deltic.engine.loading import RandomModel
-        from deltic.llm import LLM
+    from deltic.engine.loading import RandomModel
+    from deltic.llm import LLM
 
     source = RandomModel(args.random, args.layers) if args.random else args.model
     processor = {name: getattr(args, name) for name in _CHAT_OPTIONS if hasattr(args, name)}

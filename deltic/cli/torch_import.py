@@ -4,8 +4,9 @@
 DEFERRED is registered without running. The first use of an attribute of any of them runs them all, in the order of an
 ordinary import, because torch's modules import each other in circles.
 
-Only commands do this, because their process is deltic's own, and only with a build of torch for CPUs and of a version
-that was tested: C++ code of torch that initializes a static variable from a deferred module would wait for itself.
+Only `deltic run` does this, because its process is deltic's own and short, and only with a build of torch for CPUs and
+of a version that was tested: C++ code of torch that initializes a static variable from a deferred module would wait
+for itself.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _GPU_LIBRARIES = ("*torch_cuda*", "*torch_hip*", "*torch_xpu*")
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """For the imports of a command that loads a model. No effect if torch is imported already.
+    """For the imports of a command that answers once. No effect if torch is imported already.
 
     Garbage is not collected meanwhile, and what the imports have made is not looked at later: it stays.
     """
