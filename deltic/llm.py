@@ -12,17 +12,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
-from deltic.cache.offload.state_manifest import SavedState
 from deltic.chat.choices import AnswerAssembler, ChatOutput, Choice, answer_end
 from deltic.chat.json_schema import Bounds
 from deltic.chat.output_router import Delta
 from deltic.chat.processor import ChatConfig, ChatProcessor, PreparedRequest, bare_job, prompt_bound, read_template
-from deltic.chat.response_format import OutputFormat, only_format
-from deltic.chat.response_format import response_format as read_response_format
-from deltic.chat.response_format import structured_outputs as read_structured_outputs
+from deltic.chat.response_format import OutputFormat, as_format
 from deltic.chat.tokenizer import Tokenizer, TokenizerFiles
 from deltic.chat.tool_grammar import AnswerForm, ToolChoice
 from deltic.engine.arguments import (
@@ -41,7 +39,6 @@ from deltic.engine.arguments import (
 )
 from deltic.engine.engine import Engine
 from deltic.engine.loading import LoadProgress, ModelOverrides, RandomModel, load_any
-from deltic.engine.states import StateFiles
 from deltic.engine.warm_up import warm_up
 from deltic.engine.worker import EventMailbox, Worker
 from deltic.errors import ConfigError, ModelError, RequestError, of_prompt, show
@@ -49,6 +46,10 @@ from deltic.export.backend import ProgramModel
 from deltic.params import EngineRequest, Event, LogitsProcessor, Prompt, SamplingParams
 from deltic.runner.model_runner import ModelRunner
 from deltic.runner.operator_profile import Profile, profiling
+
+if TYPE_CHECKING:
+    from deltic.cache.offload.state_manifest import SavedState
+    from deltic.engine.states import StateFiles
 
 __all__ = ["LLM", "ChatOptions", "ChatOutput", "Choice", "Stream", "TokenCallback"]
 
@@ -307,10 +308,14 @@ class LLM:
             log.info("%s: tokenizer and chat template read in %.2f s", runtime.name, time.perf_counter() - began)
         self.runtime = _with_words(runtime, self._chat_processor.tokenizer) if self._chat_processor else runtime
         self.worker = Worker(Engine(self.runtime))
-        self.states = StateFiles(self.runtime, self._chat_processor)
-        """Saves and loads prefixes; see `save_state` and `load_state`."""
         self._closing = threading.Lock()
         weakref.finalize(self, self.worker.stop, 0.0).atexit = False  # the worker handles the interpreter's end itself
+
+    @cached_property
+    def states(self) -> StateFiles:
+        """Saves and loads prefixes; see `save_state` and `load_state`."""
+        from deltic.engine.states import StateFiles  # imports pydantic
+        return StateFiles(self.runtime, self._chat_processor)
 
     @property
     def engine(self) -> Engine:
@@ -529,11 +534,6 @@ class LLM:
 
 def _with(job: PreparedRequest, salt: str, processors: Any) -> PreparedRequest:
     return replace(job, request=replace(job.request, cache_salt=salt, logits_processors=as_processors(processors)))
-
-
-def as_format(response_format: Any = None, structured_outputs: Any = None) -> OutputFormat | None:
-    """The one of the two that is given; RequestError if both are."""
-    return only_format([read_response_format(response_format), read_structured_outputs(structured_outputs)])
 
 
 def _chat_processor(runtime: ModelRunner | ProgramModel, template: str | Path | None, **options: Any

@@ -60,6 +60,7 @@ CACHES = {
 """Functions that cache their results."""
 CHANGED = {
     "deltic/export/tvm/runtime.py sys": "while one package is imported, which would import torch if it could",
+    "deltic/cli/torch_import.py sys": "a command imports a part of torch",
     "deltic/cli/process.py sys": "a command without standard streams gets some",
     "deltic/ops/cuda/tensor_parallel.py os": "how NCCL reaches memory, which changes no result",
     "deltic/ops/cuda/driver.py cls": "a class of arguments names its fields when it is made",

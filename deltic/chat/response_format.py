@@ -164,6 +164,15 @@ def only_format(formats: Sequence[OutputFormat | None]) -> OutputFormat | None:
     return found[0] if found else None
 
 
+_OF_CALLS = (response_format, structured_outputs)
+
+
+def as_format(response_format: Any = None, structured_outputs: Any = None) -> OutputFormat | None:
+    """The one of the two that is given; RequestError if both are."""
+    given = (response_format, structured_outputs)
+    return only_format([read(value) for read, value in zip(_OF_CALLS, given, strict=True)])
+
+
 def regex(value: Any, name: str) -> Regex:
     return Regex(_text(value, name), name)
 

@@ -32,6 +32,8 @@ _LARGE: Final = 1 << 18
 """Texts from this length on are encoded one at a time: the backend takes hundreds of bytes for each token."""
 _HUGE: Final = 1 << 20
 """Texts from this length on return the memory of the encoding, which the allocator would keep."""
+_LARGE_FILE: Final = 1 << 20
+"""A tokenizer.json from this length on returns the memory of its parsing."""
 _SLICE: Final = 1 << 16
 _SLACK: Final = 64
 """Tokens by which slices of a text may differ from the whole, for each cut."""
@@ -122,7 +124,10 @@ class Tokenizer:
     def from_files(cls, files: TokenizerFiles, source: Path) -> Tokenizer:
         """Creates a tokenizer from the texts of its files; ModelError names `source` if they are invalid."""
         with _model_errors(source):
-            return cls(Backend.from_str(files.tokenizer), files.special_tokens, files.templates)
+            found = cls(Backend.from_str(files.tokenizer), files.special_tokens, files.templates)
+        if len(files.tokenizer) >= _LARGE_FILE:
+            _trim_memory()  # of 230 MiB that 248,000 tokens take, 145 are only for parsing
+        return found
 
     @property
     def chat_template(self) -> str | None:

@@ -19,6 +19,7 @@ from deltic.cli.options import open_llm
 from deltic.cli.output import Screen, call_json, note, read_answer, statistics_line
 from deltic.cli.parser import UsageError, as_typed, decoded, json_file, plain_file, read_all, text
 from deltic.cli.process import Terminated
+from deltic.cli.torch_import import quick_imports
 from deltic.errors import show
 from deltic.export.program import kind_of
 from deltic.loader.catalog import names_a_model
@@ -62,6 +63,8 @@ def run_run(args: argparse.Namespace) -> int:
     if prompt is not None:
         prompt = _read_prompt(prompt)
     started = time.perf_counter()
+    with quick_imports():
+        import deltic.llm  # noqa: F401
     with open_llm(args) as llm:
         load_ms = round((time.perf_counter() - started) * 1e3, 3)
         if prompt is None:

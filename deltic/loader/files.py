@@ -15,7 +15,6 @@ from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deltic.errors import ConfigError, ModelError, show
 from deltic.loader.disk import DOWNLOAD_AGAIN, is_pointer, open_plain, parse_json, pointer_error, read_json
@@ -445,6 +444,8 @@ def _find_pickled(path: Path, file: BinaryIO) -> dict[str, StoredTensor]:
     Raises OSError, and ModelError for a file that contains anything else, that was written before torch 1.6, or whose
     tensors do not match the records of the zip archive.
     """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # imports much of torch's compiler
+
     records = _records(path, file)
     file.seek(0)
     with FakeTensorMode():  # shapes and offsets only

@@ -10,7 +10,6 @@ from typing import Final, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from deltic.ops.encoder import (
     Affine,
@@ -150,7 +149,7 @@ def padded_attention(lengths: list[int]) -> Attend:
 def _padded(qkv: Tensor, lengths: list[int], heads: int) -> Tensor:
     """One call for all sequences, which are padded to the longest only here."""
     width = qkv.shape[1] // 3
-    wide = pad_sequence(list(qkv.split(lengths)), batch_first=True)  # [N, L, 3 H]
+    wide = torch.nn.utils.rnn.pad_sequence(list(qkv.split(lengths)), batch_first=True)  # [N, L, 3 H]
     count, longest = wide.shape[:2]
     query, key, value = wide.view(count, longest, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
     real = torch.arange(longest, device=qkv.device) < torch.tensor(lengths, device=qkv.device)[:, None]
