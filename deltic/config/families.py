@@ -51,7 +51,7 @@ class Family:
     mrope: bool
     norm_offset: float
     aliases: tuple[str, ...] = ()
-    rope_types: tuple[str, ...] = ("default",)
+    rope_types: tuple[str, ...] = ("default", "yarn")
     qk_norm: bool = True
     qkv_bias: bool = False
     sparse: bool = False
@@ -65,10 +65,10 @@ class Family:
 
 _QWEN3_5: Final = Family("qwen35", "qwen35", ("linear_attention", "full_attention"), interval=4, gate=True,
                          rotary=0.25, mrope=True, norm_offset=1.0, aliases=("qwen36", "qwen38"),
-                         rope_types=("default", "mrope"), gguf_second_norm="post_attention_norm.weight")
+                         rope_types=("default", "mrope", "yarn"), gguf_second_norm="post_attention_norm.weight")
 _QWEN3: Final = Family("qwen3", "qwen2", ("full_attention",), interval=1, gate=False, rotary=1.0, mrope=False,
                        norm_offset=0.0)
-_QWEN2: Final = replace(_QWEN3, gguf="qwen2", rope_types=("default", "linear", "llama3"), qk_norm=False, qkv_bias=True,
+_QWEN2: Final = replace(_QWEN3, gguf="qwen2", rope_types=("default", "linear", "llama3", "yarn"), qk_norm=False, qkv_bias=True,
                         sparse=True)
 FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3_5": _QWEN3_5,

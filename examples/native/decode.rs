@@ -143,6 +143,7 @@ mod deltic {
         pub axes: *const i64,
         pub rotary_dim: i64,
         pub eps: f32,
+        pub attention_factor: f32,
     }
 
     #[repr(C)]
@@ -440,6 +441,7 @@ impl Maker {
             axes: self.keep(&[0i64; ROTARY_DIM / 2]),
             rotary_dim: ROTARY_DIM as i64,
             eps: 1e-6,
+            attention_factor: 1.0,
         }
     }
 }

@@ -120,7 +120,7 @@ def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path,
     sources += head
     shapes = {**expected_tensors(config), **expected_head(config), **optional_head(config)}
     targets = {name: target_of(name, shapes[name], config, kind) for source in sources for name in source.names}
-    if len({*config.rope.factors}) > 1:
+    if config.rope.yarn is None and len({*config.rope.factors}) > 1:
         _write_factors(config, sources, targets)
     _report_fallbacks(targets, config, kind)
     metadata = {

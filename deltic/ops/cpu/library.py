@@ -155,7 +155,7 @@ class ModelStruct(Structure):
     _fields_ = (
         ("hidden", c_int64), ("layers", c_int64), ("layer", POINTER(ModelLayer)), ("embedding", MatrixStruct),
         ("head", LinearWeight), ("norm", c_void_p), ("frequencies", c_void_p), ("axes", c_void_p),
-        ("rotary_dim", c_int64), ("eps", c_float),
+        ("rotary_dim", c_int64), ("eps", c_float), ("attention_factor", c_float),
     )
 
 

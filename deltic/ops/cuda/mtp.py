@@ -218,8 +218,9 @@ class MtpHeadOp:
             embedded=embedded, norm_embedding=weights.norm_embedding, norm_hidden=weights.norm_hidden, hidden=hidden,
             norm=weights.norm if goes_on else None, slots=None if goes_on else self._slots,
             frequencies=self._step.frequencies, axes=self._step.axes, count=batch.count, starts=batch.starts,
-            done=batch.done, source=batch.source, x=x, turns=turns, last=last, eps=weights.eps, size=self._size,
-            rotary=weights.rope.rotary_dim, tokens=tokens), overlap=False)
+            done=batch.done, source=batch.source, x=x, turns=turns, last=last, eps=weights.eps,
+            factor=weights.rope.attention_factor, size=self._size, rotary=weights.rope.rotary_dim, tokens=tokens),
+            overlap=False)
 
 
 def _batch(count: Tensor, ids: Tensor, positions: Tensor, starts: Tensor, done: Tensor, source: Tensor, pages: Tensor
