@@ -157,6 +157,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {
         **{key: value for key, value in HF_SHAPE.items() if key != "intermediate_size"}, **EXPERTS,
         "shared_expert_intermediate_size": 28}),
+    "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {
+        **{key: value for key, value in HF_SHAPE.items() if key != "intermediate_size"}, **EXPERTS,
+        "shared_expert_intermediate_size": 28, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**QWEN3_SHAPE, **EXPERTS, "norm_topk_prob": True}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", QWEN3_SHAPE),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", BARE_SHAPE),

@@ -169,8 +169,8 @@ def test_qwen3_presets_are_the_published_configs():
 
 @pytest.mark.parametrize("key,change", [
     ("attention_bias", {"attention_bias": True}), ("use_sliding_window", {"use_sliding_window": True}),
-    ("rope_type 'yarn'", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
-    ("rope_type 'yarn'", {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn"}}),
+    ("rope_type 'dynamic'", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    ("rope_type 'longrope'", {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "longrope"}}),
     ("rope_type 'linear'", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     ("rope_type 'mrope'", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 3]}}),
     ("partial_rotary_factor", {"partial_rotary_factor": 0.5}), ("rope_theta", {"rope_theta": ...}),
@@ -295,7 +295,7 @@ def test_null_text_keys_fall_back_to_outer_config():
 
 @pytest.mark.parametrize("key,value", [
     ("attention_bias", True), ("hidden_act", "gelu"), ("quantization_config", {"quant_method": "gptq"}),
-    ("rope_type", {"rope_type": "yarn", "rope_theta": 1e4}), ("rope_type", {"type": ["x"], "rope_theta": 1e4}),
+    ("rope_type", {"rope_type": "linear", "rope_theta": 1e4}), ("rope_type", {"type": ["x"], "rope_theta": 1e4}),
     ("rope_theta", {"rope_type": "default"}), ("rope_theta", {"rope_theta": math.nan}),
     ("rope_parameters", [1]), ("rope_parameters that differs", {"full_attention": {"rope_theta": 1e4}}),
     ("mrope_interleaved", {"rope_theta": 1e4, "mrope_interleaved": False}),

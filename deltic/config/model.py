@@ -450,6 +450,11 @@ def _with_experts(dense: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
     return replace(dense, architecture=dense.architecture + "_moe", intermediate_size=0, experts=experts)
 
 
+_QWEN3_NEXT: Final = replace(
+    _qwen3_5(2048, 0, 48, (16, 2), 32, tied=False), architecture="qwen3_next", vocab_size=151936,
+    rope=RopeConfig(1e7, 64, ()), experts=ExpertsConfig(512, 10, 512, 512), eos_token_ids=(151645,), num_mtp_layers=0,
+    bos_token_id=151643)
+
 PRESETS: Final[Mapping[str, ModelConfig]] = {
     "qwen3.5-0.8b": _qwen3_5(1024, 3584, 24, (8, 2), 16, tied=True),
     "qwen3.5-2b": _qwen3_5(2048, 6144, 24, (8, 2), 16, tied=True),
@@ -463,5 +468,6 @@ PRESETS: Final[Mapping[str, ModelConfig]] = {
         _qwen3_5(4096, 0, 60, (32, 2), 64, tied=False), ExpertsConfig(512, 10, 1024, 1024)),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, (16, 8), tied=True),
     "qwen3-8b": _qwen3(4096, 12288, 36, (32, 8), tied=False),
+    "qwen3-next-80b-a3b": _QWEN3_NEXT,
     "qwen3-30b-a3b": _with_experts(_qwen3(2048, 0, 48, (32, 4), tied=False), ExpertsConfig(128, 8, 768)),
 }

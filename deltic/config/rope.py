@@ -141,7 +141,7 @@ def read_rope(text: Mapping[str, Any], head_dim: int, family: Family) -> RopeCon
                              "of the two objects")
     if not flag(rope, "mrope_interleaved", True):
         raise ModelError("mrope_interleaved false is not supported, only true")
-    rotary = int(head_dim * number(rope, "partial_rotary_factor", 0.0 if family.mrope else 1.0, 1.0))
+    rotary = int(head_dim * number(rope, "partial_rotary_factor", 0.0 if family.rotary < 1 else 1.0, 1.0))
     sections = _mrope_section(rope, rotary // 2) if family.mrope else ()
     theta = number(rope, "rope_theta", 1.0, 1e12)
     plain = RopeConfig(theta, rotary, sections)
@@ -168,14 +168,15 @@ def _yarn(rope: Mapping[str, Any], text: Mapping[str, Any]) -> Yarn:
     longest = integer(text, "max_position_embeddings", 1, _MAX_CONTEXT)
     original = integer({"original_max_position_embeddings": longest, **given}, "original_max_position_embeddings", 1,
                        _MAX_CONTEXT)
-    factor = number({"factor": longest / original, **given}, "factor", 1.0, _MAX_FACTOR)
+    implied = {"factor": longest / original} if "original_max_position_embeddings" in given else {}
+    factor = number({**implied, **given}, "factor", 1.0, _MAX_FACTOR)
     fast, slow = (number({key: default, **given}, key, 1e-3, 1e6)
                   for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0)))
     if slow >= fast:
         raise ModelError(f"beta_slow ({slow:g}) must be below beta_fast ({fast:g})")
     scale, of_all = (number({key: 0.0, **given}, key, 0.0, 100.0) for key in ("mscale", "mscale_all_dim"))
-    implied = mscale(factor, scale) / mscale(factor, of_all) if scale and of_all else mscale(factor)
-    attention = number({"attention_factor": implied, **given}, "attention_factor", 1e-3, 1e3)
+    by_factor = mscale(factor, scale) / mscale(factor, of_all) if scale and of_all else mscale(factor)
+    attention = number({"attention_factor": by_factor, **given}, "attention_factor", 1e-3, 1e3)
     return Yarn(factor, original, attention, fast, slow, flag(given, "truncate", True))
 
 
