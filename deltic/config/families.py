@@ -70,8 +70,8 @@ _QWEN3_5: Final = Family("qwen35", "qwen35", ("linear_attention", "full_attentio
                          rope_types=("default", "mrope", "yarn"), gguf_second_norm="post_attention_norm.weight")
 _QWEN3: Final = Family("qwen3", "qwen2", ("full_attention",), interval=1, gate=False, rotary=1.0, mrope=False,
                        norm_offset=0.0)
-_QWEN2: Final = replace(_QWEN3, gguf="qwen2", rope_types=("default", "linear", "llama3", "yarn"), qk_norm=False, qkv_bias=True,
-                        sparse=True)
+_QWEN2: Final = replace(_QWEN3, gguf="qwen2", rope_types=("default", "linear", "llama3", "yarn"), qk_norm=False,
+                        qkv_bias=True, sparse=True)
 FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": replace(_QWEN3_5, gguf="qwen35moe", aliases=("qwen36moe", "qwen38moe"),

@@ -108,8 +108,8 @@ def scale_rope(rope: RopeConfig, context: int, text: str) -> tuple[RopeConfig, i
     Raises ConfigError if the option is malformed, or the embedding has a scaling of another kind.
     """
     if rope.factors and rope.yarn is None:
-        raise ConfigError("rope_scaling is not possible: the rotary frequencies of this model are scaled already; leave "
-                          "it out", "rope_scaling")
+        raise ConfigError("rope_scaling is not possible: the rotary frequencies of this model are scaled already; "
+                          "leave it out", "rope_scaling")
     found = parse_scaling(text)
     trained = rope.yarn.original_context if rope.yarn else context
     if found is None:

@@ -272,8 +272,8 @@ def matrices_of(part: GgufSource) -> Iterator[tuple[int, str, int]]:
 
 def _reader(stored: GgufTensor, first: int, shape: Shape, part: Part, order: torch.Tensor | None
             ) -> Callable[[int, int], Bytes]:
-    """Returns a reader of a part of the matrix of this shape that begins at the row `first`. order: the file's rows from
-    there; rows are whole blocks."""
+    """Returns a reader of a part of the matrix of this shape that begins at the row `first`. order: the file's row of
+    each row, counted from there; rows are whole blocks."""
     rows, row_bytes = shape[0], stored.type.size(shape[1])
     if part.columns:
         matrix = stored.mapped(first * row_bytes, rows * row_bytes).reshape(rows, row_bytes)
