@@ -153,8 +153,8 @@ def far(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def logits_at(session: Session, tokens: torch.Tensor, first: int) -> torch.Tensor:
     """The logits of tokens that lie at these positions."""
-    runner = session._runtime
-    embeddings = runner.decoder.ops.embed(tokens, runner.decoder.weights.embedding, torch.float32)[0]
+    runner = session.runtime
+    embeddings = runner.decoder.ops.embed(tokens, runner.decoder.weights.embedding, torch.float32)
     places = torch.arange(first, first + len(tokens)).expand(3, -1)
     return session.prefill_assembled(embeddings, places, all_logits=True)
 
@@ -204,7 +204,7 @@ def test_drafts_and_steps_give_equal_answers_beyond_the_trained_context() -> Non
     answers = [serve(runner, requests) for runner in given]
     found = [{name: one.tokens for name, one in each.items()} for each in answers]
     assert found[0] == found[1] == found[2] and all(len(tokens) == 40 for tokens in found[0].values())
-    assert given[0].head is not None and given[0].head.rope.attention_factor > 1.1
+    assert given[0].mtp is not None and given[0].mtp.rope.attention_factor > 1.1
     other = serve(odd_runner("yarn:3", speculate="off"), requests)
     assert {name: one.tokens for name, one in other.items()} != found[0]
 
