@@ -240,6 +240,22 @@ def transformers_vision_model(directory: Path, seed: int = 0, vocabulary: int | 
     return model
 
 
+def interleaved(config: ModelConfig, weights: Mapping[str, Tensor], layer: int, names: str) -> Tensor:
+    """A packed projection of Qwen3-Next, `qkvz` or `ba`: the rows of each key head in turn, said here head by head."""
+    linear, rows = config.linear, list[Tensor]()
+    assert linear
+    share, prefix = linear.num_value_heads // linear.num_key_heads, f"model.layers.{layer}.linear_attn.in_proj_"
+    if names == "ba":
+        parts = [(weights[f"{prefix}{part}.weight"], share) for part in names]
+    else:
+        q, k, v = weights[f"{prefix}qkv.weight"].split([linear.key_dim, linear.key_dim, linear.value_dim])
+        wide = share * linear.value_head_dim
+        parts = [(q, linear.key_head_dim), (k, linear.key_head_dim), (v, wide), (weights[f"{prefix}z.weight"], wide)]
+    for head in range(linear.num_key_heads):
+        rows += [part[head * size:(head + 1) * size] for part, size in parts]
+    return torch.cat(rows)
+
+
 def _scatter_vectors(model: Any, seed: int) -> None:
     """A fresh model's norms are all zero or one, which hides a missing or doubled + 1, and its biases are zero."""
     generator = torch.Generator().manual_seed(seed + 1)

@@ -241,9 +241,12 @@ def test_a_file_converts_like_its_directory(tiny_files: dict[str, Path], tmp_pat
 ATTENTION_ALONE = odd_shape(num_hidden_layers=2, layer_types=("full_attention",) * 2, linear=None)
 
 
-@pytest.mark.parametrize("name", [*SHAPES, "attention alone"])
+MORE = {**SHAPES, "attention alone": ATTENTION_ALONE, "yarn": odd_shape().with_rope_scaling("yarn:4:256")}
+
+
+@pytest.mark.parametrize("name", MORE)
 def test_odd_shapes(name: str, tmp_path: Path) -> None:
-    config = replace(SHAPES.get(name, ATTENTION_ALONE), vocab_size=3072)
+    config = replace(MORE[name], vocab_size=3072)
     files, result = written(tmp_path / "m.gguf", config, "F32")
     file = GgufFile.open(tmp_path / "m.gguf")
     assert replace(config_from_gguf(file), eos_token_ids=(), bos_token_id=None, pad_token_id=None) == config

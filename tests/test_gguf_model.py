@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
 from gguf_models import BLOCKY, GGUF_NAMES, QWEN3, SHAPES, add_value, gguf_tensors, metadata_of, write, write_model
-from support import load_gguf, odd_shape
+from support import interleaved, load_gguf, odd_shape
 
 from deltic.config import LinearConfig
 from deltic.errors import ModelError
@@ -218,22 +218,6 @@ def test_projections_of_qwen3_next_have_gguf_pys_names():
         asked = name.replace("dt_bias", "dt_proj.bias")
         if "linear_attn" in name and not name.endswith(("_qkv.weight", "_z.weight", "_a.weight", "_b.weight")):
             assert table.get_name(asked, (".weight", ".bias")) == gguf_name(name, "qwen3_next", kinds)[0]
-
-
-def interleaved(config, weights, layer, names):
-    """The rows of each key head in turn, as checkpoints of Qwen3-Next have them: said here head by head."""
-    linear, rows = config.linear, []
-    share = linear.num_value_heads // linear.num_key_heads
-    prefix = f"model.layers.{layer}.linear_attn.in_proj_"
-    if names == "ba":
-        parts = [(weights[f"{prefix}b.weight"], share), (weights[f"{prefix}a.weight"], share)]
-    else:
-        q, k, v = weights[f"{prefix}qkv.weight"].split([linear.key_dim, linear.key_dim, linear.value_dim])
-        wide = share * linear.value_head_dim
-        parts = [(q, linear.key_head_dim), (k, linear.key_head_dim), (v, wide), (weights[f"{prefix}z.weight"], wide)]
-    for head in range(linear.num_key_heads):
-        rows += [part[head * size:(head + 1) * size] for part, size in parts]
-    return torch.cat(rows)
 
 
 @pytest.mark.parametrize("linear", [LinearConfig(2, 6, 10, 12, 4), LinearConfig(3, 3, 10, 12, 4),

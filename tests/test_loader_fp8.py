@@ -13,8 +13,7 @@ import pytest
 import torch
 from expert_cases import text_of
 from safetensors.torch import load_file, save_file
-from support import moe_shape, odd_shape, tiny_texts
-from test_gguf_model import interleaved
+from support import interleaved, moe_shape, odd_shape, tiny_texts
 
 from deltic.config import DType, EngineConfig, ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.loading import load
