@@ -259,7 +259,7 @@ def packed_of(part: str) -> str | None:
 
 def expected_rows(part: str, config: ModelConfig) -> int:
     """Returns the rows of a part of such a projection."""
-    return _linear_tensors(config)["linear_attn" + part.rpartition(".linear_attn")[2]][0]
+    return _linear_tensors(config)[f"linear_attn.{part.split('.')[-2]}.weight"][0]
 
 
 def packed_rows(name: str, config: ModelConfig) -> torch.Tensor:
