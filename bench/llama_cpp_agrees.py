@@ -37,7 +37,7 @@ from random_gguf import random_gguf
 
 from deltic import LLM, RandomModel, SamplingParams
 from deltic.chat.tokenizer import Tokenizer
-from deltic.config import ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
+from deltic.config import ExpertsConfig, LinearConfig, ModelConfig, RopeConfig, Yarn
 from deltic.loader.gguf.convert import FILE_TYPES
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.gguf.load import read_file
@@ -61,6 +61,10 @@ SHAPES |= {
     "qwen3_5_moe": replace(EQUAL, architecture="qwen3_5_moe", intermediate_size=0, experts=_EXPERTS),
     "qwen3_moe": replace(SHAPES["qwen3"], architecture="qwen3_moe", intermediate_size=0,
                          experts=replace(_EXPERTS, shared_size=0)),
+    "qwen3_next": replace(EQUAL, architecture="qwen3_next", intermediate_size=0, experts=_EXPERTS,
+                          rope=RopeConfig(1e5, 16, ()), linear=LinearConfig(2, 4, 32, 32, 4)),
+    "qwen3_5, YaRN": replace(EQUAL, rope=EQUAL.rope.with_yarn(Yarn(4.0, 64, 1.3))),
+    "qwen3, YaRN": SHAPES["qwen3"].with_rope_scaling("yarn:4:64"),
 }
 _BARE = replace(SHAPES["qwen3"], qk_norm=False)
 SHAPES |= {

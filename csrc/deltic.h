@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Changes whenever something below does. */
-#define DELTIC_ABI 16
+#define DELTIC_ABI 17
 int deltic_abi(void);
 
 /* Tokens of a page, entries of a unit of a replay ring, rows of a matrix that are packed together, slices of columns that
@@ -347,6 +347,7 @@ typedef struct {
     const int64_t *axes;      /* [rotary_dim / 2]: which of the three positions turns a frequency */
     int64_t rotary_dim;       /* of every attention layer */
     float eps;
+    float attention_factor;   /* multiplies cosines and sines; 1 without YaRN */
 } deltic_model;
 
 /* Runs a step. logits [logits, vocabulary]: of the tokens in logit_tokens. final_hidden [tokens, hidden]: all tokens

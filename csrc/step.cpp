@@ -21,8 +21,8 @@ void rotary(deltic_pool *pool, const deltic_model &model, const deltic_batch &ba
             for (int64_t i = 0; i < half; ++i) {
                 float angle = float(batch.positions[model.axes[i] * tokens + token]) * model.frequencies[i];
                 float *cosine = cosines + token * 2 * half + i, *sine = sines + token * 2 * half + i;
-                cosine[0] = cosine[half] = float(std::cos(double(angle)));
-                sine[0] = sine[half] = float(std::sin(double(angle)));
+                cosine[0] = cosine[half] = float(std::cos(double(angle))) * model.attention_factor;
+                sine[0] = sine[half] = float(std::sin(double(angle))) * model.attention_factor;
             }
     });
 }

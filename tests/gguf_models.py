@@ -28,9 +28,10 @@ SHAPES = {"odd": odd_shape(), "tied": odd_shape(tie_word_embeddings=True), "qwen
           "experts": moe_shape(),
           "qwen3, experts": replace(QWEN3, architecture="qwen3_moe", intermediate_size=0,
                                     experts=ExpertsConfig(5, 2, 12)),
+          "qwen3 next": moe_shape(architecture="qwen3_next", rope=RopeConfig(1e4, 6, ())),
           "one key head": odd_shape(linear=LinearConfig(1, 5, 6, 7, 3)), "blocky": BLOCKY}
 GGUF_NAMES = {"qwen3_5": "qwen35", "qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama",
-              "qwen3_5_moe": "qwen35moe", "qwen3_moe": "qwen3moe"}
+              "qwen3_5_moe": "qwen35moe", "qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next"}
 
 
 # Writing a model
@@ -48,11 +49,12 @@ def metadata_of(config):
     if linear is not None:
         keys |= {
             "rope.dimension_count": config.rope.rotary_dim, "full_attention_interval": 4,
-            "rope.dimension_sections": [*config.rope.mrope_section, 0],
             "attention.recurrent_layers": [kind == "linear_attention" for kind in config.layer_types] + [False] * heads,
             "ssm.conv_kernel": linear.conv_kernel, "ssm.state_size": linear.key_head_dim,
             "ssm.group_count": linear.num_key_heads, "ssm.time_step_rank": linear.num_value_heads,
             "ssm.inner_size": linear.value_dim}
+        if config.rope.mrope_section:
+            keys["rope.dimension_sections"] = [*config.rope.mrope_section, 0]
     if config.experts is not None:
         del keys["feed_forward_length"]
         keys |= {"expert_count": config.experts.count, "expert_used_count": config.experts.per_token,
@@ -70,6 +72,13 @@ def gguf_tensors(config, weights):
     """The tensors of a GGUF file of these weights, float32."""
     found = {}
     for name, tensor in weights.items():
+        if config.architecture == "qwen3_next" and name.endswith((".in_proj_a.weight", ".in_proj_b.weight")):
+            if name.endswith("b.weight"):
+                other = weights[name.replace("in_proj_b", "in_proj_a")]
+                heads = [part.unflatten(0, (config.linear.num_key_heads, -1)) for part in (tensor, other)]
+                found[f"blk.{name.split('.')[2]}.ssm_ba.weight"] = np.concatenate(heads, 1).reshape(
+                    -1, config.hidden_size)
+            continue
         theirs, form = gguf_name(name, config.architecture, config.layer_types)
         found[theirs] = form.from_ours(tensor, config).numpy()
     return found

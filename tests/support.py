@@ -157,6 +157,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {
         **{key: value for key, value in HF_SHAPE.items() if key != "intermediate_size"}, **EXPERTS,
         "shared_expert_intermediate_size": 28}),
+    "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {
+        **{key: value for key, value in HF_SHAPE.items() if key != "intermediate_size"}, **EXPERTS,
+        "shared_expert_intermediate_size": 28, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**QWEN3_SHAPE, **EXPERTS, "norm_topk_prob": True}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", QWEN3_SHAPE),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", BARE_SHAPE),
@@ -234,6 +238,22 @@ def transformers_vision_model(directory: Path, seed: int = 0, vocabulary: int | 
             block.attn.qkv.weight *= 20
     model.save_pretrained(directory)
     return model
+
+
+def interleaved(config: ModelConfig, weights: Mapping[str, Tensor], layer: int, names: str) -> Tensor:
+    """A packed projection of Qwen3-Next, `qkvz` or `ba`: the rows of each key head in turn, said here head by head."""
+    linear, rows = config.linear, list[Tensor]()
+    assert linear
+    share, prefix = linear.num_value_heads // linear.num_key_heads, f"model.layers.{layer}.linear_attn.in_proj_"
+    if names == "ba":
+        parts = [(weights[f"{prefix}{part}.weight"], share) for part in names]
+    else:
+        q, k, v = weights[f"{prefix}qkv.weight"].split([linear.key_dim, linear.key_dim, linear.value_dim])
+        wide = share * linear.value_head_dim
+        parts = [(q, linear.key_head_dim), (k, linear.key_head_dim), (v, wide), (weights[f"{prefix}z.weight"], wide)]
+    for head in range(linear.num_key_heads):
+        rows += [part[head * size:(head + 1) * size] for part, size in parts]
+    return torch.cat(rows)
 
 
 def _scatter_vectors(model: Any, seed: int) -> None:

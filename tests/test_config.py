@@ -111,9 +111,11 @@ def test_presets_have_the_published_sizes():
     billions = {name: round(config.parameter_count / 1e9, 1) for name, config in PRESETS.items()}
     assert billions == {"qwen3.5-0.8b": 0.8, "qwen3.5-2b": 1.9, "qwen3.5-4b": 4.2, "qwen3.5-9b": 9.0,
                         "qwen3.5-27b": 26.9, "qwen3.5-35b-a3b": 34.7, "qwen3.5-122b-a10b": 122.1,
-                        "qwen3.5-397b-a17b": 396.3, "qwen3-0.6b": 0.6, "qwen3-8b": 8.2, "qwen3-30b-a3b": 30.5}
+                        "qwen3.5-397b-a17b": 396.3, "qwen3-0.6b": 0.6, "qwen3-8b": 8.2, "qwen3-next-80b-a3b": 79.7,
+                        "qwen3-30b-a3b": 30.5}
     active = {name: round(config.active_parameter_count / 1e9, 1) for name, config in PRESETS.items() if config.experts}
-    assert active == {"qwen3.5-35b-a3b": 3.5, "qwen3.5-122b-a10b": 9.8, "qwen3.5-397b-a17b": 17.3, "qwen3-30b-a3b": 3.4}
+    assert active == {"qwen3.5-35b-a3b": 3.5, "qwen3.5-122b-a10b": 9.8, "qwen3.5-397b-a17b": 17.3,
+                      "qwen3-next-80b-a3b": 3.9, "qwen3-30b-a3b": 3.4}
     assert ModelConfig.preset("Qwen/Qwen3.5-0.8B") == ModelConfig.preset("0.8b") == PRESETS["qwen3.5-0.8b"]
     assert ModelConfig.preset("qwen3.5:0.8b") == PRESETS["qwen3.5-0.8b"]
     cut = ModelConfig.preset("4b", layers=5)
@@ -169,8 +171,8 @@ def test_qwen3_presets_are_the_published_configs():
 
 @pytest.mark.parametrize("key,change", [
     ("attention_bias", {"attention_bias": True}), ("use_sliding_window", {"use_sliding_window": True}),
-    ("rope_type 'yarn'", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
-    ("rope_type 'yarn'", {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn"}}),
+    ("rope_type 'dynamic'", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    ("rope_type 'longrope'", {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "longrope"}}),
     ("rope_type 'linear'", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     ("rope_type 'mrope'", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 3]}}),
     ("partial_rotary_factor", {"partial_rotary_factor": 0.5}), ("rope_theta", {"rope_theta": ...}),
@@ -240,7 +242,7 @@ def test_invalid_expert_counts_refused(change, message):
         ModelConfig.from_hf(plain(**{**whole, **change}))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "qwen4exp", "", "LlamaForSequenceClassification", "qwen3_vl",
+@pytest.mark.parametrize("name", ["gemma3", "qwen4_next", "qwen4exp", "", "LlamaForSequenceClassification", "qwen3_vl",
                                   "Qwen3ForSequenceClassification"])
 def test_other_families_refused(name):
     for mapping in (plain(model_type=name), plain(architectures=[name])):
@@ -295,7 +297,7 @@ def test_null_text_keys_fall_back_to_outer_config():
 
 @pytest.mark.parametrize("key,value", [
     ("attention_bias", True), ("hidden_act", "gelu"), ("quantization_config", {"quant_method": "gptq"}),
-    ("rope_type", {"rope_type": "yarn", "rope_theta": 1e4}), ("rope_type", {"type": ["x"], "rope_theta": 1e4}),
+    ("rope_type", {"rope_type": "linear", "rope_theta": 1e4}), ("rope_type", {"type": ["x"], "rope_theta": 1e4}),
     ("rope_theta", {"rope_type": "default"}), ("rope_theta", {"rope_theta": math.nan}),
     ("rope_parameters", [1]), ("rope_parameters that differs", {"full_attention": {"rope_theta": 1e4}}),
     ("mrope_interleaved", {"rope_theta": 1e4, "mrope_interleaved": False}),

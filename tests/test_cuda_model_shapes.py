@@ -35,6 +35,8 @@ SHAPES = {
     "27b": shape("qwen3.5-27b"),
     "122b": shape("qwen3.5-122b-a10b", experts=ExpertsConfig(24, 8, 1024, 1024)),
     "397b": shape("qwen3.5-397b-a17b", experts=ExpertsConfig(24, 10, 1024, 1024)),
+    "next": shape("qwen3-next-80b-a3b", experts=ExpertsConfig(24, 10, 512, 512)),
+    "27b-yarn": shape("qwen3.5-27b").with_rope_scaling("yarn:4:1024"),
     "qwen3-0.6b": _DENSE,
     "qwen3-30b-a3b": shape("qwen3-30b-a3b"),
     "qwen2.5-0.5b": replace(_DENSE, architecture="qwen2", hidden_size=896, intermediate_size=4864, head_dim=64,
@@ -46,7 +48,7 @@ SHAPES = {
                             num_attention_heads=9, num_key_value_heads=3, qk_norm=False,
                             rope=replace(_DENSE.rope, rotary_dim=64)),
 }
-PARAMS = [*SHAPES, "27b q4_k", "27b fp8", "qwen3-0.6b q4_k", "llama-3.2-3b q8_0"]
+PARAMS = [*SHAPES, "27b q4_k", "27b fp8", "qwen3-0.6b q4_k", "llama-3.2-3b q8_0", "next q4_k"]
 
 
 OPTIONS = {"device": "cuda", "dtype": "bfloat16", "memory": "3GiB", "max_context": 4096, "speculate": "off"}

@@ -203,7 +203,7 @@ def test_embeddings(products: Module, kind: str) -> None:
     frequencies = torch.ones(4, device="cuda")
     products.launch(f"k_enter_{kind.lower()}", (BLOCKS,), 256, EnterArgs(
         ids=ids, positions=positions, embedding=tiles.data, frequencies=frequencies, axes=axes, residual=residual,
-        turns=turns, hidden=512, rotary=8, tokens=3))
+        turns=turns, factor=1.0, hidden=512, rotary=8, tokens=3))
     assert error(residual, weight[ids]) < 1e-6
     assert torch.equal(tiles.lookup(ids).double(), residual.double()) or error(tiles.lookup(ids), residual) < 1e-6
 

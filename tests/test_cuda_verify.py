@@ -14,7 +14,7 @@ from support import Answers, drain, greedy, numbers, serve, take
 from test_cuda_kernels import error, randn
 from tokenizers import Tokenizer
 
-from deltic.config import EngineConfig
+from deltic.config import EngineConfig, ModelConfig
 from deltic.engine import policy
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
@@ -33,8 +33,9 @@ from deltic.spec_decode.proposers import MtpProposer
 UNITS_APART = True
 __test__ = torch.cuda.is_available()  # without a device only the helpers below are of use
 SMALL, LARGE = (RandomModel(name, 4, initializer_range=0.05, head=True) for name in ("qwen3.5-0.8b", "qwen3.5-4b"))
-SIZES = {"tiny": (None, "none"), "0.8b": (SMALL, "none"), "4b": (LARGE, "none"), "0.8b q4_k": (SMALL, "q4_k"),
-         "4b q4_k": (LARGE, "q4_k"), "4b fp8": (LARGE, "fp8")}
+YARN = replace(SMALL, shape=ModelConfig.preset("qwen3.5-0.8b", 4).with_rope_scaling("yarn:4:1024"))
+SIZES = {"tiny": (None, "none"), "0.8b": (SMALL, "none"), "0.8b yarn": (YARN, "none"), "4b": (LARGE, "none"),
+         "0.8b q4_k": (SMALL, "q4_k"), "4b q4_k": (LARGE, "q4_k"), "4b fp8": (LARGE, "fp8")}
 """Models with their heads, which stay bfloat16, and how their own weights are quantized."""
 
 

@@ -241,9 +241,12 @@ def test_a_file_converts_like_its_directory(tiny_files: dict[str, Path], tmp_pat
 ATTENTION_ALONE = odd_shape(num_hidden_layers=2, layer_types=("full_attention",) * 2, linear=None)
 
 
-@pytest.mark.parametrize("name", [*SHAPES, "attention alone"])
+MORE = {**SHAPES, "attention alone": ATTENTION_ALONE, "yarn": odd_shape().with_rope_scaling("yarn:4:256")}
+
+
+@pytest.mark.parametrize("name", MORE)
 def test_odd_shapes(name: str, tmp_path: Path) -> None:
-    config = replace(SHAPES.get(name, ATTENTION_ALONE), vocab_size=3072)
+    config = replace(MORE[name], vocab_size=3072)
     files, result = written(tmp_path / "m.gguf", config, "F32")
     file = GgufFile.open(tmp_path / "m.gguf")
     assert replace(config_from_gguf(file), eos_token_ids=(), bos_token_id=None, pad_token_id=None) == config
@@ -282,9 +285,10 @@ def test_the_mix_of_q4_k_m(tmp_path: Path) -> None:
     assert found["token_embd.weight"] == "Q6_K"
 
 
-def test_checkpoints_with_packed_projections(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["odd", "qwen3 next"])
+def test_checkpoints_with_packed_projections(tmp_path: Path, name: str) -> None:
     """The file is the same, whichever way the checkpoint spells its projections."""
-    config, path = odd_shape(vocab_size=3072), tmp_path / "m.gguf"
+    config, path = replace(SHAPES[name], vocab_size=3072), tmp_path / "m.gguf"
     files, _ = written(path, config, "F32")
     plainly, linear = load_directory(files.path, config), config.linear
     assert linear is not None
@@ -295,6 +299,8 @@ def test_checkpoints_with_packed_projections(tmp_path: Path) -> None:
         parts = [*qkv.split([linear.key_dim, linear.key_dim, linear.value_dim]), z]
         groups = [part.reshape(linear.num_key_heads, -1, config.hidden_size) for part in parts]
         packed[prefix + "in_proj_qkvz.weight"] = torch.cat(groups, 1).reshape(-1, config.hidden_size).contiguous()
+        heads = [packed.pop(f"{prefix}in_proj_{part}.weight").unflatten(0, (linear.num_key_heads, -1)) for part in "ba"]
+        packed[prefix + "in_proj_ba.weight"] = torch.cat(heads, 1).reshape(-1, config.hidden_size).contiguous()
     save_file(packed, files.path / "model.safetensors")
     convert(files, tiny_texts(), "packed", path, "F32")
     assert_same(plainly, load_gguf(path, config))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
 from gguf_models import BLOCKY, GGUF_NAMES, QWEN3, SHAPES, add_value, gguf_tensors, metadata_of, write, write_model
-from support import load_gguf, odd_shape
+from support import interleaved, load_gguf, odd_shape
 
 from deltic.config import LinearConfig
 from deltic.errors import ModelError
@@ -16,6 +16,7 @@ from deltic.loader.dummy import random_weights
 from deltic.loader.gguf.blocks import BY_NAME, LAYOUTS
 from deltic.loader.gguf.config import config_from_gguf
 from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.load import load_packed
 from deltic.loader.gguf.names import gguf_name, tensor_target
 from deltic.loader.names import expected_head, expected_tensors, tensor_dtype
 from deltic.loader.safetensors import TORCH_DTYPES
@@ -205,6 +206,48 @@ def test_names_equal_gguf_py(shape):
     assert len(set(found.values())) == len(found)
 
 
+def test_projections_of_qwen3_next_have_gguf_pys_names():
+    config = SHAPES["qwen3 next"]
+    table, kinds = table_of("qwen3_next", 6), config.layer_types
+    packed = "model.layers.0.linear_attn.in_proj_ba"
+    parts = tuple(f"model.layers.0.linear_attn.in_proj_{part}.weight" for part in "ba")
+    stored = f"{table.get_name(packed)}.weight"
+    assert tensor_target(stored, "qwen3_next", kinds).names == parts
+    assert {gguf_name(part, "qwen3_next", kinds)[0] for part in parts} == {stored}
+    for name in set(expected_tensors(config)) - set(parts):
+        asked = name.replace("dt_bias", "dt_proj.bias")
+        if "linear_attn" in name and not name.endswith(("_qkv.weight", "_z.weight", "_a.weight", "_b.weight")):
+            assert table.get_name(asked, (".weight", ".bias")) == gguf_name(name, "qwen3_next", kinds)[0]
+
+
+@pytest.mark.parametrize("linear", [LinearConfig(2, 6, 10, 12, 4), LinearConfig(3, 3, 10, 12, 4),
+                                    LinearConfig(1, 5, 6, 7, 3)])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_qwen3_next_of_older_converters(tmp_path, linear, kind):
+    """ssm_in in place of attn_qkv and attn_gate: dequantized and packed."""
+    config, type = replace(SHAPES["qwen3 next"], linear=linear, hidden_size=64), GGMLQuantizationType[kind]
+    weights = random_weights(config, "float32")
+    tensors, kinds = gguf_tensors(config, weights), {}
+    for layer in config.linear_layers:
+        for part in ("attn_qkv", "attn_gate"):
+            del tensors[f"blk.{layer}.{part}.weight"]
+        for name, key in (("qkvz", "ssm_in"), ("ba", "ssm_ba")):
+            stored = f"blk.{layer}.{key}.weight"
+            tensors[stored] = quants.quantize(interleaved(config, weights, layer, name).numpy(), type)
+            kinds[stored] = type
+    file = GgufFile.open(write(tmp_path / "m.gguf", metadata_of(config), tensors, kinds if kind != "F32" else None))
+    plain, packed = load_gguf(file, config, "float32"), load_packed(file, config)
+    for name in expected_tensors(config):
+        if ".in_proj_" in name:
+            wanted = torch.from_numpy(quants.dequantize(quants.quantize(weights[name].numpy(), type), type))
+            assert torch.equal(plain[name], wanted), name
+            assert packed[name].type == kind and torch.equal(packed[name].dequantize(), wanted), name
+    with pytest.raises(ModelError, match="is given twice"):
+        twice = {"blk.0.attn_gate.weight": weights["model.layers.0.linear_attn.in_proj_z.weight"].numpy()}
+        again = write(tmp_path / "n.gguf", metadata_of(config), {**tensors, **twice}, kinds if kind != "F32" else None)
+        load_gguf(GgufFile.open(again), config)
+
+
 def test_draft_head_names_equal_gguf_py():
     config, kinds = odd_shape(), gguf.MODEL_TENSOR
     table = table_of(config.architecture, 7)
@@ -218,12 +261,12 @@ def test_draft_head_names_equal_gguf_py():
         assert tensor_target(wanted, config.architecture, config.layer_types).names == (name,)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5_moe", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["qwen3_5_moe", "qwen3_next", "qwen3_moe"])
 def test_names_of_experts(architecture):
     kinds = ("full_attention", "full_attention")
     table = table_of(architecture, 2)
     parts = ["gate", "experts.gate_proj", "experts.up_proj", "experts.down_proj"]
-    if architecture == "qwen3_5_moe":
+    if architecture != "qwen3_moe":
         parts += ["shared_expert_gate", *(f"shared_expert.{part}_proj" for part in ("gate", "up", "down"))]
     for part in parts:
         name = f"model.layers.1.mlp.{part}.weight"

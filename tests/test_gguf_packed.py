@@ -24,7 +24,7 @@ from test_gguf_model import WRONG, changed
 from test_ops_linear_cpu import rounded
 from torch import Tensor
 
-from deltic.config import EngineConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
+from deltic.config import EngineConfig, ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.loading import RandomModel, load
 from deltic.errors import ConfigError, ModelError
 from deltic.loader.dummy import random_weights
@@ -64,6 +64,8 @@ SHAPES = {
                           tie_word_embeddings=True),
     "no blocks": shape(linear=LinearConfig(2, 6, 10, 12, 4), hidden_size=40, intermediate_size=52, head_dim=14),
     "qwen3": shape(**DENSE, tie_word_embeddings=True),
+    "qwen3 next": shape(architecture="qwen3_next", rope=RopeConfig(1e4, 16, ()), linear=LinearConfig(2, 6, 24, 128, 4),
+                        intermediate_size=0, experts=ExpertsConfig(5, 2, 256, 256)),
     "qwen2": shape(**{**DENSE, "architecture": "qwen2", "qk_norm": False, "qkv_bias": True}),
     "llama": shape(**{**DENSE, "architecture": "llama", "qk_norm": False, "rope": LLAMA3}, tie_word_embeddings=True),
 }
@@ -125,8 +127,11 @@ def off(found: Tensor, wanted: Tensor) -> float:
 
 
 def in_file_order(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-    """One of our tensors with its value heads as GGUF files have them: head i is of key head i modulo their number."""
+    """One of our tensors with its value heads as GGUF files have them: head i is of key head i modulo their number, but
+    for Qwen3-Next."""
     linear, part = config.linear, name.rpartition("linear_attn.")[2]
+    if config.architecture == "qwen3_next":
+        return tensor
     axis = {"in_proj_qkv.weight": 0, "conv1d.weight": 0, "in_proj_z.weight": 0, "in_proj_a.weight": 0,
             "in_proj_b.weight": 0, "A_log": 0, "dt_bias": 0, "out_proj.weight": 1}.get(part)
     if linear is None or axis is None:
@@ -148,7 +153,11 @@ def test_packed_tensors_equal_the_file(written: Written, name: str, kind: str) -
     found = load_packed(file, config, lambda done, total: progress.append((done, total)))
     assert list(found) == list(expected_tensors(config))
     for key, block in found.items():
-        wanted, matrix = in_file_order(key, plain[key], config), plain[key].ndim == 2
+        wanted = in_file_order(key, plain[key], config)
+        if isinstance(block, tuple):  # of experts
+            assert torch.equal(torch.stack([one.dequantize() for one in block if isinstance(one, QTensor)]), wanted)
+            continue
+        matrix = wanted.ndim == 2 and "shared_expert_gate" not in key  # which files store as a vector
         assert isinstance(block, QTensor) == matrix and tuple(block.shape) == tuple(wanted.shape), key
         assert torch.equal(block.dequantize() if isinstance(block, QTensor) else block, wanted), key
     types = {block.type for block in found.values() if isinstance(block, QTensor)}

@@ -88,7 +88,7 @@ def test_only_qwen2_has_biases() -> None:
     ("mixture-of-experts", {"model_type": "mixtral", "architectures": ...}),
     ("use_sliding_window", {"model_type": "qwen2", "architectures": ..., "use_sliding_window": True}),
     ("rope_type 'dynamic' is not supported", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
-    ("rope_type 'yarn' is not supported", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}),
+    ("rope_type 'longrope' is not supported", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}),
     ("factor", {"rope_scaling": {"type": "linear"}}), ("factor", {"rope_scaling": {"type": "linear", "factor": 0.5}}),
     ("low_freq_factor", {"rope_scaling": {**LLAMA3, "low_freq_factor": None}}),
     ("low_freq_factor", {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from expert_cases import text_of
 from safetensors.torch import load_file, save_file
-from support import moe_shape, odd_shape, tiny_texts
+from support import interleaved, moe_shape, odd_shape, tiny_texts
 
 from deltic.config import DType, EngineConfig, ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.loading import load
@@ -27,6 +27,7 @@ from deltic.loader.mtp_head import directory_checkpoint, extract_head, find_head
 from deltic.loader.names import EMBEDDING, HEAD
 from deltic.loader.quantize import FP8, STORED, quantize_tensors
 from deltic.loader.safetensors import FLOAT8_BLOCK_BYTES, FLOAT8_LARGEST, Float8, quantize_fp8
+from deltic.model.tensor_parallel import WeightSplitter
 from deltic.ops.cuda.quantized import Tiles, tiles_form
 from deltic.ops.parts import one_device
 from deltic.runner.input_batch import build
@@ -195,6 +196,41 @@ def test_scales_of_rows_and_of_matrices(said: str, config: ModelConfig, tmp_path
             assert torch.equal(weight.numbers(), numbers[name]), name
             if weight.shape[-1] % 128 == 0:
                 assert torch.equal(decoded(weight.blocks()), numbers[name].flatten(0, -2)), name
+
+
+@pytest.mark.parametrize("kind", ["blocks", "rows", "matrices"])
+def test_packed_projections_of_qwen3_next(kind: str, tmp_path: Path) -> None:
+    """The rows of each key head in turn, across the blocks of scales: dequantized, and as codes for two devices."""
+    config = replace(mixture(), architecture="qwen3_next", rope=RopeConfig(1e4, 6, ()))
+    stored, numbers = dict[str, torch.Tensor](), random_weights(config, "bfloat16")
+    for layer in config.linear_layers:
+        prefix = f"model.layers.{layer}.linear_attn.in_proj_"
+        qkv, z = f"{prefix}qkv.weight", f"{prefix}z.weight"
+        places = torch.arange(len(numbers[qkv]) + len(numbers[z])).split([len(numbers[qkv]), len(numbers[z])])
+        order = interleaved(config, {qkv: places[0], z: places[1]}, layer, "qkvz")
+        packed = torch.cat([numbers[qkv], numbers[z]])[order]
+        found = in_blocks(packed, torch.float32) if kind == "blocks" else by_row_or_matrix(packed, kind == "matrices")
+        stored[f"{prefix}qkvz.weight"], stored[f"{prefix}qkvz.weight_scale{'_inv' * (kind == 'blocks')}"], exact = found
+        numbers[qkv], numbers[z] = exact[order.argsort()].split([len(numbers[qkv]), len(numbers[z])])
+    save_file({**{name: tensor for name, tensor in numbers.items() if "in_proj_qkv" not in name
+                  and "in_proj_z" not in name}, **stored}, tmp_path / "model.safetensors")
+    said = SAID if kind == "blocks" else OTHERS[kind]
+    (tmp_path / "config.json").write_text(json.dumps({**hf_config(config), "quantization_config": said}))
+    opened = open_model(tmp_path, progress=False)
+    assert opened.config == config
+    found = opened.load("float32", "cpu", None)
+    assert found.keys() == numbers.keys()
+    assert all(torch.equal(tensor, numbers[name].float()) for name, tensor in found.items())
+    split = WeightSplitter(config, 2).over(["cpu", "cpu"])
+    parts: dict[str, list[torch.Tensor]] = {}
+    for device, name, weight in opened.parts("float32", split, float8=True):
+        if isinstance(weight, Float8):
+            parts.setdefault(name, []).append(weight.numbers())
+            assert len(parts[name]) == device + 1
+    assert {name.rpartition("in_proj_")[2] for name in parts} == {"qkv.weight", "z.weight"}
+    for name, halves in parts.items():
+        wanted = [part.of(numbers[name]) for part in split.parts(name, tuple(numbers[name].shape)) if part]
+        assert all(torch.equal(*pair) for pair in zip(halves, wanted, strict=True)), name
 
 
 def test_dequantized_values_equal_transformers(tmp_path: Path) -> None:

@@ -46,6 +46,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "eight layers": {"num_hidden_layers": 8, "layer_types": ([LINEAR] * 3 + [FULL]) * 2, "num_key_value_heads": 1,
                      "linear_num_key_heads": 4, "head_dim": 16,
                      "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0, "mrope_section": [3, 3, 2]}},
+    "yarn": {"rope_parameters": {**ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+                                 "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]}},
+    "qwen3, yarn": {"family": "qwen3", "num_hidden_layers": 2, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 24,
+        "attention_factor": 1.5, "beta_fast": 8.0, "truncate": False}},
     "recurrent only": {"num_hidden_layers": 2, "layer_types": [LINEAR] * 2},
     "attention only": {"num_hidden_layers": 2, "layer_types": [FULL] * 2},
     "nested": {"nested": True},

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import Mismatch, lively, same_logits, session_over, stepwise_logits
+from support import (
+    Mismatch,
+    greedy,
+    lively,
+    margins,
+    same_logits,
+    serve,
+    session_over,
+    small_runtime,
+    stepwise_logits,
+)
 from test_model_parity import Pair, paired, their_answer, with_ops
 from torch import Tensor
 
@@ -25,6 +37,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sixty experts": {"num_experts": 60, "num_experts_per_tok": 9, "moe_intermediate_size": 33, "hidden_size": 44,
                       "shared_expert_intermediate_size": 5},
     "nested": {"nested": True},
+    "qwen3 next": {"family": "qwen3_next"},
+    "qwen3 next, tied, not normalised": {
+        "family": "qwen3_next", "tie_word_embeddings": True, "norm_topk_prob": False, "num_experts_per_tok": 3,
+        "num_hidden_layers": 5, "layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"],
+        "hidden_size": 44, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10,
+        "linear_num_key_heads": 3, "linear_num_value_heads": 9, "linear_key_head_dim": 6, "linear_value_head_dim": 14,
+        "linear_conv_kernel_dim": 3, "vocab_size": 331, "rms_norm_eps": 1e-5, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "partial_rotary_factor": 0.4, "factor": 4.0,
+            "original_max_position_embeddings": 32}},
     "qwen3": {"family": "qwen3_moe"},
     "qwen3, not normalised": {"family": "qwen3_moe", "norm_topk_prob": False, "num_experts_per_tok": 3},
 }
@@ -52,6 +73,46 @@ def test_stepwise_and_chunked(pair: Pair) -> None:
     same_logits(expected, stepwise_logits(pair.session(), tokens))
     for budget in (1, 7, 64):
         same_logits(expected, pair.session(budget).prefill(tokens, all_logits=True))
+
+
+def random_next(seed: int) -> dict[str, Any]:
+    """A shape of Qwen3-Next with odd sizes."""
+    draw = random.Random(seed)
+    heads, keys, kv = draw.randint(1, 3), draw.randint(1, 4), draw.randint(1, 2)
+    dim, layers, experts = 4 * draw.randint(2, 5), draw.randint(2, 5), draw.randint(2, 12)
+    return {
+        "family": "qwen3_next", "hidden_size": draw.randint(9, 50), "num_hidden_layers": layers, "head_dim": dim,
+        "layer_types": ["linear_attention", *draw.choices(["linear_attention", "full_attention"], k=layers - 2),
+                        "full_attention"],
+        "num_attention_heads": heads * kv, "num_key_value_heads": kv, "linear_num_key_heads": keys,
+        "linear_num_value_heads": keys * draw.randint(1, 4), "linear_key_head_dim": draw.randint(3, 17),
+        "linear_value_head_dim": draw.randint(3, 17), "linear_conv_kernel_dim": draw.randint(2, 5),
+        "num_experts": experts, "num_experts_per_tok": draw.randint(1, experts), "vocab_size": draw.randint(60, 400),
+        "moe_intermediate_size": draw.randint(3, 40), "shared_expert_intermediate_size": draw.randint(3, 40),
+        "tie_word_embeddings": draw.random() < 0.5, "norm_topk_prob": draw.random() < 0.8, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": draw.choice([0.5, 1.0])}}
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
+def test_odd_shapes_of_qwen3_next(tmp_path: Path, seed: int) -> None:
+    """Whole, stepwise, chunked and batched."""
+    pair = paired(tmp_path, seed=seed, **random_next(seed))
+    prompts = [pair.prompt(count, seed=seed) for count in (70, 33, 5)]
+    expected = [pair.expected(tokens) for tokens in prompts]
+    for tokens, wanted in zip(prompts, expected, strict=True):
+        same_logits(wanted, pair.session().prefill(tokens, all_logits=True), 1e-4)
+    same_logits(expected[0], stepwise_logits(pair.session(), prompts[0]), 1e-4)
+    for budget in (3, 64):
+        same_logits(expected[0], pair.session(budget).prefill(prompts[0], all_logits=True), 1e-4)
+    runtime = small_runtime(pair.ours, batch=3, budget=16)
+    requests = [greedy(tokens, 8, name=str(place)) for place, tokens in enumerate(prompts)]
+    answers, compared = serve(runtime, requests), 0
+    for place, tokens in enumerate(prompts):
+        theirs, logits = their_answer(pair, tokens, 8)
+        decided = int((margins(logits) > 2e-4).long().cumprod(0).sum())
+        assert answers[str(place), 0].tokens[:decided] == theirs[:decided]
+        compared += decided
+    assert compared > 12
 
 
 @pytest.mark.parametrize("ops", ["reference", "torch"])

@@ -72,8 +72,9 @@ class Theirs(nn.Module):
         parts = [self.pre_fc_norm_embedding(trunk.model.embed_tokens(ids)), self.pre_fc_norm_hidden(hidden[None])]
         x = self.fc(torch.cat(parts, dim=-1))
         mask = torch.full((len(tokens), len(tokens)), float("-inf")).triu(1)[None, None]
-        x = self.layers[0](x, position_embeddings=trunk.model.rotary_emb(x, positions.expand(3, 1, -1)),
-                           attention_mask=mask, position_ids=positions)
+        rotary = trunk.model.rotary_emb
+        places = positions.expand(3, 1, -1) if hasattr(rotary, "mrope_section") else positions
+        x = self.layers[0](x, position_embeddings=rotary(x, places), attention_mask=mask, position_ids=positions)
         out = self.norm((x if torch.is_tensor(x) else x[0])[0])
         return out, trunk.lm_head(out)
 
@@ -112,7 +113,10 @@ class Pair:
 
 
 @pytest.fixture(scope="module", params=[
-    {}, {"tie_word_embeddings": True}, {"family": "qwen3_5_moe"}], ids=["untied", "tied", "experts"])
+    {}, {"tie_word_embeddings": True}, {"family": "qwen3_5_moe"}, {"family": "qwen3_next"}, {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1],
+        "factor": 4.0, "original_max_position_embeddings": 16}}],
+    ids=["untied", "tied", "experts", "next", "yarn"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     import json
 

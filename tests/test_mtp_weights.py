@@ -15,11 +15,13 @@ import pytest
 import torch
 from gguf_models import QWEN3, gguf_tensors, metadata_of, write, write_model
 from safetensors.torch import save_file
-from support import load_directory, odd_shape, tiny_texts
+from support import greedy, load_directory, moe_shape, odd_shape, serve, tiny_texts
 
 from deltic.cli import main
-from deltic.config import GenerationDefaults, ModelConfig
+from deltic.config import EngineConfig, GenerationDefaults, ModelConfig, RopeConfig
+from deltic.engine.loading import load
 from deltic.errors import ModelError
+from deltic.export.program import hf_config
 from deltic.loader.dummy import random_head, random_weights
 from deltic.loader.gguf.config import config_from_gguf
 from deltic.loader.gguf.convert import FILE_TYPES, convert
@@ -436,3 +438,25 @@ def test_inspect_shows_the_head(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert facts["config"]["mtp_layers"] == 0 and facts["weights"]["mtp_head"].startswith("unusable: ")
     facts = shown("--random", "0.8b", "--memory", "4GiB")
     assert facts["config"]["mtp_layers"] == 1
+
+
+def test_qwen3_next_drafts_with_its_head(tmp_path: Path) -> None:
+    """Its configs do not count the head, whose experts are stored one by one; a GGUF file of it has the head, too."""
+    config = moe_shape(architecture="qwen3_next", rope=RopeConfig(1e4, 6, ()), vocab_size=3072)
+    stored = Tensors()
+    for name, tensor in {**random_weights(config, "float32", initializer_range=0.1),
+                         **random_head(config, "float32")}.items():
+        before, experts, after = name.partition(".mlp.experts.")
+        stored |= ({f"{before}{experts}{place}.{after}": one.clone() for place, one in enumerate(tensor)} if experts
+                   else {name: tensor})
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(config)))
+    files = open_model(tmp_path, progress=False)
+    convert(files, tiny_texts(), "next", tmp_path / "m.gguf", "F32")
+    request = greedy([5, 6, 7, 5, 6, 7, 5, 6], 24)
+    answers = []
+    for source, speculate in ((tmp_path, "off"), (tmp_path, "mtp:3"), (tmp_path / "m.gguf", "mtp:3")):
+        runner = load(str(source), EngineConfig(dtype="float32", memory="8MiB", threads=1, speculate=speculate))
+        assert runner.config.num_mtp_layers == (source.suffix == ".gguf") and bool(runner.mtp) == (speculate != "off")
+        answers.append(serve(runner, [request])["a", 0].tokens)
+    assert answers[0] == answers[1] == answers[2] and len(answers[0]) == 24

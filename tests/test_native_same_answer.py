@@ -33,7 +33,7 @@ from torch.nn import functional
 
 from deltic.cli import main
 from deltic.cli.bench import SCENARIOS
-from deltic.config import EngineConfig, ExpertsConfig, LinearConfig
+from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, RopeConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.ops.cpu import missing
@@ -51,13 +51,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "q8_0": {"dtype": "float32", "quant": "q8_0"}, "q4_k": {"dtype": "bfloat16", "quant": "q4_k"},
     "qwen2": {"dtype": "bfloat16", "quant": "q8_0"}, "experts": {"dtype": "float32"},
     "experts, q4_k": {"dtype": "bfloat16", "quant": "q4_k"},
+    "qwen3 next, yarn": {"dtype": "bfloat16", "quant": "q4_k", "rope_scaling": "yarn:4:32"},
     "int4 kv": {"dtype": "float32", "kv_dtype": "int4"}}
 BLOCKS = odd_shape(hidden_size=256, intermediate_size=512, head_dim=64, linear=LinearConfig(2, 6, 24, 128, 4))
 """A shape that can be quantized."""
 SHAPES = {"qwen2": qwen2_shape(hidden_size=256, intermediate_size=512),
           **dict.fromkeys(("experts", "experts, q4_k"), moe_shape(
               hidden_size=256, head_dim=64, linear=LinearConfig(2, 6, 24, 128, 4),
-              experts=ExpertsConfig(9, 3, 256, 512)))}
+              experts=ExpertsConfig(9, 3, 256, 512))),
+          "qwen3 next, yarn": moe_shape(
+              architecture="qwen3_next", rope=RopeConfig(1e4, 16, ()), hidden_size=256, head_dim=64,
+              linear=LinearConfig(2, 6, 24, 128, 4), experts=ExpertsConfig(9, 3, 256, 512))}
 
 
 @cache

@@ -25,6 +25,7 @@ from support import (
     Watch,
     drain,
     lively,
+    moe_shape,
     numbers,
     odd_runtime,
     odd_shape,
@@ -41,7 +42,7 @@ from support import (
 )
 from torch import Tensor
 
-from deltic.config import EngineConfig
+from deltic.config import EngineConfig, RopeConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.loader.dummy import random_weights
@@ -70,9 +71,18 @@ def int4_runtime() -> ModelRunner:
     return load(model, EngineConfig(dtype="float32", kv_dtype="int4", memory="8MiB", max_batch=8, threads=1))
 
 
+@cache
+def next_runtime() -> ModelRunner:
+    """A Qwen3-Next beyond the context that it was trained with, in float32."""
+    shape = moe_shape(architecture="qwen3_next", rope=RopeConfig(1e4, 6, ()), max_position_embeddings=64)
+    model = RandomModel(shape=shape, initializer_range=0.1)
+    return load(model, EngineConfig(dtype="float32", rope_scaling="yarn:4", memory="8MiB", max_batch=8, threads=1,
+                                    device=DEVICE))
+
+
 SPLIT = {f"{tp} devices": partial(split_runtime, tp) for tp in (2, 4)} if DEVICE == "cpu" else {}
 """A model that is split. The reference has it on one device."""
-MODELS = {**RUNTIMES, **SPLIT}
+MODELS = {**RUNTIMES, "qwen3 next, yarn": next_runtime, **SPLIT}
 if DEVICE == "cpu" and not missing():  # torch ops round in another order, which may move a number to another level
     MODELS["int4"] = int4_runtime
 

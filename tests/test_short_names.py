@@ -16,6 +16,8 @@ from deltic.loader.catalog import REPOSITORY, SHORT_NAMES, names_a_model, reposi
     ("qwen3.5:35b", "Qwen/Qwen3.5-35B-A3B"), ("qwen3.5:35b-a3b", "Qwen/Qwen3.5-35B-A3B"),
     ("qwen3.5:0.8b-q4_K_M", "unsloth/Qwen3.5-0.8B-GGUF:Q4_K_M"),
     ("qwen3.5:35b-a3b-q8_0", "unsloth/Qwen3.5-35B-A3B-GGUF:Q8_0"),
+    ("qwen3-next:80b", "Qwen/Qwen3-Next-80B-A3B-Instruct"), ("qwen3-coder-next", "Qwen/Qwen3-Coder-Next"),
+    ("qwen3-coder-next:80b-q4_K_M", "unsloth/Qwen3-Coder-Next-GGUF:Q4_K_M"),
     ("smollm2:135m", "HuggingFaceTB/SmolLM2-135M-Instruct"), ("all-minilm", "sentence-transformers/all-MiniLM-L6-v2"),
     ("hf.co/a/b:Q8_0", "a/b:Q8_0"), ("https://huggingface.co/a/b", "a/b"), ("huggingface.co/a/b/tree/main", "a/b"),
     ("a/b:Q8_0", "a/b:Q8_0"), ("Hello", "Hello"), ("qwen3.5:0.7b", "qwen3.5:0.7b")])

@@ -70,7 +70,7 @@ def test_a_compiled_program_has_states_of_its_own() -> None:
     """And experts, and weights."""
     info: Any = ProgramInfo.__new__(ProgramInfo)
     for name, value in (("state_dtype", "bfloat16"), ("kv_dtype", "fp8"), ("mmproj", "a.gguf"), ("expert_cap", 2),
-                        ("expert_memory", "1GiB"), ("gpu_memory_utilization", 0.5)):
+                        ("expert_memory", "1GiB"), ("gpu_memory_utilization", 0.5), ("rope_scaling", "yarn:4")):
         with pytest.raises(ConfigError, match=f"{name}={value} has no meaning for a compiled program: leave it out"):
             effective_options(EngineConfig(**{name: value}), info)
 

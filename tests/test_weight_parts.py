@@ -184,9 +184,13 @@ def test_gguf_files(file_type: str, packed: str, tmp_path: Path) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("file_type", ["Q8_0", "Q6_K"])
-def test_experts_in_gguf_files(file_type: str, tmp_path: Path) -> None:
-    files = opened(tmp_path, replace(QUANTIZED["experts"], linear=TILED.linear, vocab_size=3072)).files
+@pytest.mark.parametrize(("family", "file_type"), [("qwen3_5_moe", "Q8_0"), ("qwen3_5_moe", "Q6_K"),
+                                                   ("qwen3_next", "Q8_0")])
+def test_experts_in_gguf_files(family: str, file_type: str, tmp_path: Path) -> None:
+    config = replace(QUANTIZED["experts"], linear=TILED.linear, vocab_size=3072)
+    if family == "qwen3_next":
+        config = replace(config, architecture=family, rope=replace(config.rope, mrope_section=()))
+    files = opened(tmp_path, config).files
     assert files
     convert(files, tiny_texts(), "model", tmp_path / "m.gguf", file_type)
     found = open_model(tmp_path / "m.gguf")

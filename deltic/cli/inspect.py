@@ -81,7 +81,8 @@ def _preset_facts(args: argparse.Namespace) -> Facts:
     from deltic.model.tensor_parallel import check_degree
     from deltic.ops import select
 
-    engine, config = settled(EngineConfig(**options.engine_options(args))), ModelConfig.preset(args.random, args.layers)
+    engine = settled(EngineConfig(**options.engine_options(args)))
+    config = ModelConfig.preset(args.random, args.layers).with_rope_scaling(engine.rope_scaling)
     check_degree(config, engine.shards, engine.quant != "none")
     facts = _facts(config, engine, select(engine.ops), plan_cache(config, engine))
     if engine.shards > 1 and engine.quant == "none":
@@ -165,6 +166,8 @@ def _config_facts(config: ModelConfig) -> Facts:
         "attention_heads": config.num_attention_heads, "key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim, "vocabulary": config.vocab_size, "tied_head": config.tie_word_embeddings,
         "context": config.max_position_embeddings, "mtp_layers": config.num_mtp_layers}
+    if yarn := config.rope.yarn:
+        facts["yarn"] = f"{yarn.factor:g} times the trained context of {yarn.original_context:,}"
     if experts := config.experts:
         del facts["intermediate_size"]
         shared = f", and a shared one of {experts.shared_size}" if experts.shared_size else ""

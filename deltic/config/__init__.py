@@ -14,13 +14,13 @@ from deltic.config.model import (
     ExpertsConfig,
     LinearConfig,
     ModelConfig,
-    RopeConfig,
     shard_config,
 )
 from deltic.config.reading import GenerationDefaults
+from deltic.config.rope import RopeConfig, Yarn
 
 __all__ = [
     "ARCHITECTURES", "AUTO", "DTYPE_BYTES", "PRESETS", "DType", "EngineConfig", "ExpertsConfig", "GenerationDefaults",
-    "LayerType", "Limits", "LinearConfig", "ModelConfig", "RopeConfig", "architecture", "available_cores",
+    "LayerType", "Limits", "LinearConfig", "ModelConfig", "RopeConfig", "Yarn", "architecture", "available_cores",
     "available_memory", "parse_bytes", "shard_config",
 ]

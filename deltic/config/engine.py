@@ -12,6 +12,7 @@ from typing import Any, Final, get_type_hints
 
 from deltic.config.limits import Limits
 from deltic.config.machine import available_cores, parse_bytes
+from deltic.config.rope import parse_scaling
 from deltic.errors import ConfigError, show
 from deltic.params import MAX_DRAFTS, Auto, Draft, Mtp, Ngram, Speculation
 
@@ -114,6 +115,10 @@ class EngineConfig:
     cache_disk_gb: float = _memory(10.0, "gigabytes that --cache-dir may take")
 
     max_context: int | None = _scheduling(None, "longest prompt plus answer in tokens (default: the model's own)")
+    rope_scaling: str | None = _scheduling(
+        None, "lengthen the context: yarn:FACTOR, from the context that the model was trained with, or "
+        "yarn:FACTOR:ORIGINAL; none: without the scaling of the model's config. Answers to short prompts change, too "
+        "(default: as in the config)")
     max_batch: int = _scheduling(16, "most sequences that run at the same time")
     token_budget: int = _scheduling(
         None, "target number of tokens of a step; longer prompts are prefilled in chunks (default: 512, with "
@@ -185,6 +190,8 @@ class EngineConfig:
         if self.tp != AUTO:
             object.__setattr__(self, "tp", int(self.tp))
         parse_speculation(self.speculate)
+        if self.rope_scaling is not None:
+            parse_scaling(self.rope_scaling)
         for rules in (self._device_rules, self._dependency_rules, self._expert_rules, self._invariant_rules):
             for violated, option, message in rules():
                 if violated:

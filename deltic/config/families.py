@@ -40,6 +40,7 @@ class Family:
     normalised: the weights of a token's experts always add up to 1; else only with norm_topk_prob.
     gguf_second_norm: name in GGUF files of the norm before the feed-forward layer.
     gguf_interleaved: the rows of queries and keys in GGUF files are in the order of rotated pairs.
+    gguf_grouped: value heads in GGUF files are grouped by key heads as in checkpoints, and some projections packed.
     """
 
     gguf: str
@@ -51,7 +52,7 @@ class Family:
     mrope: bool
     norm_offset: float
     aliases: tuple[str, ...] = ()
-    rope_types: tuple[str, ...] = ("default",)
+    rope_types: tuple[str, ...] = ("default", "yarn")
     qk_norm: bool = True
     qkv_bias: bool = False
     sparse: bool = False
@@ -61,19 +62,23 @@ class Family:
     normalised: bool = False
     gguf_second_norm: str = "ffn_norm.weight"
     gguf_interleaved: bool = False
+    gguf_grouped: bool = False
 
 
 _QWEN3_5: Final = Family("qwen35", "qwen35", ("linear_attention", "full_attention"), interval=4, gate=True,
                          rotary=0.25, mrope=True, norm_offset=1.0, aliases=("qwen36", "qwen38"),
-                         rope_types=("default", "mrope"), gguf_second_norm="post_attention_norm.weight")
+                         rope_types=("default", "mrope", "yarn"), gguf_second_norm="post_attention_norm.weight")
 _QWEN3: Final = Family("qwen3", "qwen2", ("full_attention",), interval=1, gate=False, rotary=1.0, mrope=False,
                        norm_offset=0.0)
-_QWEN2: Final = replace(_QWEN3, gguf="qwen2", rope_types=("default", "linear", "llama3"), qk_norm=False, qkv_bias=True,
-                        sparse=True)
+_QWEN2: Final = replace(_QWEN3, gguf="qwen2", rope_types=("default", "linear", "llama3", "yarn"), qk_norm=False,
+                        qkv_bias=True, sparse=True)
 FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": replace(_QWEN3_5, gguf="qwen35moe", aliases=("qwen36moe", "qwen38moe"),
                            fixed=(("decoder_sparse_step", 1),), experts=True, shared=True, normalised=True),
+    "qwen3_next": replace(_QWEN3_5, gguf="qwen3next", splitter="qwen2", mrope=False, aliases=(),
+                          rope_types=("default", "yarn"), fixed=(("decoder_sparse_step", 1),), experts=True,
+                          shared=True, gguf_grouped=True),
     "qwen3": _QWEN3,
     "qwen3_moe": replace(_QWEN3, gguf="qwen3moe", fixed=(("decoder_sparse_step", 1),), experts=True),
     "qwen2": _QWEN2,

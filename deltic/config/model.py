@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from deltic.config.families import FAMILIES, MIXTURES, Family, LayerType, architecture
 from deltic.config.reading import FORMATS, find, flag, integer, number, token_ids
+from deltic.config.rope import RopeConfig, read_rope, scale_rope
 from deltic.errors import ConfigError, ModelError, show
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -18,20 +18,6 @@ _MTP: Final = "mtp_num_hidden_layers"
 _MAX_EXPERTS: Final = 4096
 _MAX_WIDTH: Final = 1 << 17
 _MAX_INNER: Final = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding.
-
-    mrope_section: how many frequencies follow time, height and width; empty: positions have one axis.
-    factors: divisors of the rotary_dim / 2 frequencies; empty: all 1.
-    """
-
-    theta: float
-    rotary_dim: int
-    mrope_section: tuple[int, ...]
-    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +136,8 @@ class ModelConfig:
             text = _with_defaults(text)
         layer_types = _layer_types(text, family)
         head_dim = integer(text, "head_dim", 1, 4096)
+        rope = read_rope(text, head_dim, family)
+        context = integer(text, "max_position_embeddings", 1, 1 << 31)
         tied = text if mapping.get("tie_word_embeddings") is None else mapping
         return cls(
             architecture=name,
@@ -162,11 +150,11 @@ class ModelConfig:
             num_key_value_heads=integer(text, "num_key_value_heads", 1, 4096),
             head_dim=head_dim,
             attention_output_gate=flag(text, "attn_output_gate", family.gate),
-            rope=_rope(text, head_dim, family),
+            rope=rope,
             linear=_linear(text) if "linear_attention" in layer_types else None,
             rms_norm_eps=number(text, "rms_norm_eps", 1e-12, 0.1),
             tie_word_embeddings=flag(tied, "tie_word_embeddings", False),
-            max_position_embeddings=integer(text, "max_position_embeddings", 1, 1 << 31),
+            max_position_embeddings=max(context, rope.yarn.context if rope.yarn else 0),
             dtype=_dtype(text),
             eos_token_ids=token_ids(text, "eos_token_id"),
             bos_token_id=next(iter(token_ids(text, "bos_token_id")), None),
@@ -190,6 +178,16 @@ class ModelConfig:
         if not 1 <= layers <= config.num_hidden_layers:
             raise ModelError(f"preset {key} has {config.num_hidden_layers} layers; {layers} cannot be kept")
         return replace(config, num_hidden_layers=layers, layer_types=config.layer_types[:layers])
+
+    def with_rope_scaling(self, text: str | None) -> ModelConfig:
+        """Returns the same model with the rotary embedding scaled as an option says (`EngineConfig.rope_scaling`).
+
+        Raises ConfigError.
+        """
+        if text is None:
+            return self
+        rope, context = scale_rope(self.rope, self.max_position_embeddings, text)
+        return replace(self, rope=rope, max_position_embeddings=context)
 
     @property
     def norm_offset(self) -> float:
@@ -405,68 +403,6 @@ def _layer_types(text: Mapping[str, Any], family: Family) -> tuple[LayerType, ..
     return tuple(given)
 
 
-def _rope(text: Mapping[str, Any], head_dim: int, family: Family) -> RopeConfig:
-    """Reads rope_parameters of newer configs, or the top level and rope_scaling of older ones. As in transformers,
-    rope_scaling replaces rope_parameters where a config has both."""
-    top_level = {key: text[key] for key in ("rope_theta", "partial_rotary_factor") if key in text}
-    parameters = _rope_object(text, "rope_parameters")
-    scaling = _rope_object(text, "rope_scaling")
-    rope = {"partial_rotary_factor": family.rotary, **top_level, **(scaling or parameters)}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in family.rope_types:
-        raise ModelError(f"rope_type {show(kind)} is not supported, only {' and '.join(family.rope_types)}")
-    for key in ("rope_theta", "partial_rotary_factor", "mrope_section"):
-        # the weights were hardly trained with a default in place of the other object's value
-        if key in parameters and parameters[key] != rope.get(key):
-            raise ModelError(f"{key} of rope_parameters differs from that of rope_scaling, which replaces it: keep one "
-                             "of the two objects")
-    if not flag(rope, "mrope_interleaved", True):
-        raise ModelError("mrope_interleaved false is not supported, only true")
-    rotary = int(head_dim * number(rope, "partial_rotary_factor", 0.0 if family.mrope else 1.0, 1.0))
-    sections = _mrope_section(rope, rotary // 2) if family.mrope else ()
-    theta = number(rope, "rope_theta", 1.0, 1e12)
-    factors: tuple[float, ...] = ()
-    if kind == "llama3":
-        factors = _llama3_factors(rope, theta, rotary)
-    elif kind == "linear":
-        factors = (number(rope, "factor", 1.0, 1e6),) * (rotary // 2)
-    return RopeConfig(theta, rotary, sections, factors)
-
-
-def _rope_object(text: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    given = text.get(key) or {}
-    if not isinstance(given, Mapping):
-        raise ModelError(f"{key} must be an object, not {show(given)}")
-    if any(isinstance(value, Mapping) for value in given.values()):
-        raise ModelError(f"{key} that differs between kinds of layers is not supported")
-    return given
-
-
-def _llama3_factors(rope: Mapping[str, Any], theta: float, rotary: int) -> tuple[float, ...]:
-    """Stretches wavelengths beyond the original context by `factor`, keeps short ones, and blends in between
-    (transformers, modeling_rope_utils.py)."""
-    factor, low, high = (number(rope, key, 1e-3, 1e6) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    context = integer(rope, "original_max_position_embeddings", 1, 1 << 31)
-    if low >= high:
-        raise ModelError(f"low_freq_factor ({low:g}) must be below high_freq_factor ({high:g})")
-    factors = []
-    for index in range(0, rotary, 2):
-        turns = context / (2 * math.pi * theta ** (index / rotary))
-        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
-        factors.append(1 / ((1 - kept) / factor + kept))
-    return tuple(factors)
-
-
-def _mrope_section(rope: Mapping[str, Any], frequencies: int) -> tuple[int, ...]:
-    """Clips the sections to the existing frequencies, as the interleaved layout does."""
-    given = rope.get("mrope_section", [11, 11, 10])
-    counts = given if isinstance(given, list | tuple) else []
-    if len(counts) != 3 or any(type(count) is not int or count < 0 for count in counts):
-        raise ModelError(f"mrope_section must be three counts, not {show(given)}")
-    height, width = (len(range(axis, min(3 * counts[axis], frequencies), 3)) for axis in (1, 2))
-    return (frequencies - height - width, height, width)
-
-
 def _linear(text: Mapping[str, Any]) -> LinearConfig:
     return LinearConfig(
         num_key_heads=integer(text, "linear_num_key_heads", 1, 4096),
@@ -514,6 +450,11 @@ def _with_experts(dense: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
     return replace(dense, architecture=dense.architecture + "_moe", intermediate_size=0, experts=experts)
 
 
+_QWEN3_NEXT: Final = replace(
+    _qwen3_5(2048, 0, 48, (16, 2), 32, tied=False), architecture="qwen3_next", vocab_size=151936,
+    rope=RopeConfig(1e7, 64, ()), experts=ExpertsConfig(512, 10, 512, 512), eos_token_ids=(151645,), num_mtp_layers=0,
+    bos_token_id=151643)
+
 PRESETS: Final[Mapping[str, ModelConfig]] = {
     "qwen3.5-0.8b": _qwen3_5(1024, 3584, 24, (8, 2), 16, tied=True),
     "qwen3.5-2b": _qwen3_5(2048, 6144, 24, (8, 2), 16, tied=True),
@@ -527,5 +468,6 @@ PRESETS: Final[Mapping[str, ModelConfig]] = {
         _qwen3_5(4096, 0, 60, (32, 2), 64, tied=False), ExpertsConfig(512, 10, 1024, 1024)),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, (16, 8), tied=True),
     "qwen3-8b": _qwen3(4096, 12288, 36, (32, 8), tied=False),
+    "qwen3-next-80b-a3b": _QWEN3_NEXT,
     "qwen3-30b-a3b": _with_experts(_qwen3(2048, 0, 48, (32, 4), tied=False), ExpertsConfig(128, 8, 768)),
 }

@@ -269,9 +269,11 @@ def _log_plan(memory: MemoryPlan, prefix: str) -> None:
 def _open(model: str | RandomModel | None, options: EngineConfig, revision: str | None, shows_progress: bool,
           given: ModelOverrides, use: _Use) -> OpenedModel:
     if isinstance(model, RandomModel):
-        return OpenedModel(f"random-{model.preset}", model.config, GenerationDefaults(), random=model)
+        config = model.config.with_rope_scaling(options.rope_scaling)
+        return OpenedModel(f"random-{model.preset}", config, GenerationDefaults(), random=model)
     files = open_model(model, revision, progress=shows_progress, mmproj=None if use.drafts else options.mmproj,
                        config=given.config, weights=given.weights)
+    files = replace(files, config=files.config.with_rope_scaling(options.rope_scaling))
     name = str(model or ("tiny" if files.place else "weights"))
     return OpenedModel(name, files.config, files.generation, files)
 

@@ -33,7 +33,7 @@ OBJECTS: Final = "rt.tar"
 _PACKAGES: Final = {"executorch": ("executorch", "torchao"), "tvm": ("tvm", "tvm_ffi")}
 _FIXED_OPTIONS: Final = (
     "device", "dtype", "tp", "kv_dtype", "state_dtype", "quant", "packed_weights", "batch_invariant", "debug_layers",
-    "cache_dir", "host_memory", "aot_dir", "mmproj", "expert_memory", "expert_cap", "gpu_memory",
+    "rope_scaling", "cache_dir", "host_memory", "aot_dir", "mmproj", "expert_memory", "expert_cap", "gpu_memory",
     "gpu_memory_utilization")
 """Engine options that a compiled program cannot follow: they are compiled in, or act on hidden data."""
 

@@ -28,6 +28,8 @@ _FAMILIES: Final[Mapping[str, _Family]] = {
     "qwen3.5": _Family(
         "Qwen/Qwen3.5-{}", ("0.8B", "2B", "4B", "9B", "27B", "35B-A3B", "122B-A10B", "397B-A17B"), "9b"),
     "qwen3": _Family("Qwen/Qwen3-{}", ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B", "235B-A22B"), "8b"),
+    "qwen3-next": _Family("Qwen/Qwen3-Next-{}-Instruct", ("80B-A3B",), "80b"),
+    "qwen3-coder-next": _Family("Qwen/Qwen3-Coder-Next", ("80B-A3B",), "80b"),
     "qwen2.5": _Family("Qwen/Qwen2.5-{}-Instruct", ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B"), "7b"),
     "smollm2": _Family("HuggingFaceTB/SmolLM2-{}-Instruct", ("135M", "360M", "1.7B"), "1.7b"),
     "qwen3-embedding": _Family("Qwen/Qwen3-Embedding-{}", ("0.6B", "4B", "8B"), "8b"),

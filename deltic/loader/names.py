@@ -248,6 +248,28 @@ def _group_rows(name: str, linear: LinearConfig) -> list[int]:
     return [linear.key_head_dim] * 2 + [share * linear.value_head_dim] * 2
 
 
+def packed_of(part: str) -> str | None:
+    """Returns the name of the packed projection of a Gated DeltaNet layer that contains this canonical tensor."""
+    for suffix, parts in _PACKED.items():
+        for own in parts:
+            if suffix != _FUSED_EXPERTS and part.endswith(own):
+                return part.removesuffix(own) + suffix
+    return None
+
+
+def expected_rows(part: str, config: ModelConfig) -> int:
+    """Returns the rows of a part of such a projection."""
+    return _linear_tensors(config)[f"linear_attn.{part.split('.')[-2]}.weight"][0]
+
+
+def packed_rows(name: str, config: ModelConfig) -> torch.Tensor:
+    """Returns the row in a packed projection of a Gated DeltaNet layer of each row of its parts, one after another,
+    int64."""
+    linear = _linear(config)
+    groups = torch.arange(packed_shape(name, config)[0]).view(linear.num_key_heads, -1)
+    return torch.cat([part.flatten() for part in groups.split(_group_rows(name, linear), 1)])
+
+
 def split_packed(name: str, tensor: torch.Tensor, config: ModelConfig) -> dict[str, torch.Tensor]:
     """Splits a packed projection into copies of its canonical parts.
 
@@ -260,8 +282,6 @@ def split_packed(name: str, tensor: torch.Tensor, config: ModelConfig) -> dict[s
     if name.endswith(_FUSED_EXPERTS):
         return {part: half.contiguous()
                 for part, half in zip(packed_parts(name), tensor.chunk(2, dim=1), strict=True)}
-    linear, hidden = _linear(config), config.hidden_size
-    groups = tensor.reshape(linear.num_key_heads, -1, hidden)
-    *head, tail = (part.reshape(-1, hidden) for part in torch.split(groups, _group_rows(name, linear), dim=1))
-    left, right = packed_parts(name)
-    return {left: torch.cat(head), right: tail.contiguous()}
+    first, second = packed_parts(name)
+    rows, size = packed_rows(name, config), expected_rows(first, config)
+    return {first: tensor[rows[:size]], second: tensor[rows[size:]]}

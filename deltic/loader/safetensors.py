@@ -34,9 +34,11 @@ from deltic.loader.names import (
     HEAD,
     Shape,
     canonical,
+    expected_rows,
     expected_tensors,
     is_stack,
     packed_parts,
+    packed_rows,
     packed_shape,
     split_packed,
     tensor_dtype,
@@ -180,6 +182,9 @@ def read_source(name: str, stored: Source, config: ModelConfig, dtype: DType, sp
 def _parts_of(name: str, stored: Source, config: ModelConfig, dtype: DType, split: Split, float8: bool
               ) -> Iterator[tuple[int, str, torch.Tensor | Float8]]:
     kept, names = TORCH_DTYPES[tensor_dtype(name, dtype)], packed_parts(name)
+    if names and not is_stack(name) and float8 and stored.dtype == FLOAT8:
+        yield from _split_float8(name, stored, config, split)
+        return
     if names and not is_stack(name):  # rows of the key heads in turn
         whole = split_packed(name, read_stored(name, stored, kept, split.devices[0]), config)
         yield from split.cut((part, whole.pop(part)) for part in [*whole])
@@ -345,6 +350,17 @@ def _read_float8(name: str, stored: Source, split: Split, own: Mapping[int, Part
         return device, Float8(found, _scales_part(factors, stored.shape, own[device]).to(found.device))
 
     return map(weight, _read_own(name, codes, torch.uint8, split, own))
+
+
+def _split_float8(name: str, stored: Source, config: ModelConfig, split: Split) -> Iterator[tuple[int, str, Float8]]:
+    """Yields each device's part of the tensors in a packed projection, without conversion."""
+    (_, whole), = _read_float8(name, stored, one_device("cpu"), {0: WHOLE})
+    scales, rows, first = _row_scales(whole.scales, whole.shape), packed_rows(name, config), 0
+    for part in packed_parts(name):
+        own = rows[first:first + expected_rows(part, config)]
+        codes, factors, first = whole.codes[own], scales[own], first + len(own)
+        for device, place in split.own(part, tuple(codes.shape)):
+            yield device, part, Float8(*(place.of(tensor).to(split.devices[device]) for tensor in (codes, factors)))
 
 
 def _fill(file: Any, tensor: torch.Tensor, stored: StoredTensor) -> None:

@@ -220,7 +220,8 @@ def build(config: ModelConfig, parts: Sequence[dict[str, Weight]], ops: Ops, dty
             built.append(DecoderLayer(take.norm("input_layernorm"), mixer, take.norm("post_attention_layernorm"),
                                       take.feed_forward(pools[index] if pools else None), counts[kind]))
         counts[kind] += 1
-    rope = RopeSpec(config.rope.theta, config.rope.rotary_dim, config.rope.mrope_section, config.rope.factors)
+    rope = RopeSpec(config.rope.theta, config.rope.rotary_dim, config.rope.mrope_section, config.rope.factors,
+                    config.rope.attention_factor)
     found = list[DecoderWeights]()
     for shard, part, built in zip(shards, parts, layers, strict=True):
         top = WeightLoader(part, "", ops, config.norm_offset, shard)

@@ -487,7 +487,7 @@ def rope(positions: Tensor, spec: RopeSpec) -> Rope:
     angles = [positions[frequency_axis(index, spec.sections)].to(torch.float32) * frequency
               for index, frequency in enumerate(frequencies)]
     half = torch.stack(angles, dim=-1)
-    return Rope(each_token(torch.cos, half).repeat(1, 2), each_token(torch.sin, half).repeat(1, 2))
+    return Rope(*(each_token(turn, half).repeat(1, 2) * spec.attention_factor for turn in (torch.cos, torch.sin)))
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:

@@ -213,13 +213,14 @@ class RopeSpec:
 
     theta: base. rotary_dim: rotated leading dimensions of a head.
     sections: frequencies of the temporal, height and width axes, interleaved as in Hugging Face; empty: plain
-    positions. factors: divisors of the rotary_dim / 2 frequencies; empty: 1.
+    positions. factors: divisors of the rotary_dim / 2 frequencies; empty: 1. attention_factor: of cosines and sines.
     """
 
     theta: float
     rotary_dim: int
     sections: tuple[int, ...] = ()
     factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deltic.cache.offload.identity import FileMark, Identity, ModelIdentity, machine_facts
 from deltic.config import DTYPE_BYTES, DType, EngineConfig, GenerationDefaults, ModelConfig
+from deltic.config.families import FAMILIES
 from deltic.errors import ConfigError, ModelError
 from deltic.loader.gguf.load import (
     down_units,
@@ -82,7 +83,7 @@ class WeightReader:
     """Reads the weights of one model, for each device its own part.
 
     dtype: of plain weights and activations.
-    tiled: the matrices stay as they are in a GGUF file.
+    packed: the matrices stay as they are in a GGUF file. tiled: its value heads are not grouped by key heads.
     drafts: the model drafts for another one.
     """
 
@@ -93,16 +94,17 @@ class WeightReader:
         self._progress = progress
         files = source.files
         check_packed(files, options, drafts)
-        self.tiled = files is not None and keeps_packed(files, options, dtype)
+        self.packed = files is not None and keeps_packed(files, options, dtype)
+        self.tiled = self.packed and not FAMILIES[source.config.architecture].gguf_grouped
         self._scheme = STORED if files and keeps_float8(files, options, dtype) else options.quant
         quantizes = self._scheme != "none"
-        self._quantizes = quantizes and not (drafts and self.tiled)
-        check_degree(source.config, options.shards, self.tiled or quantizes, self.tiled)
+        self._quantizes = quantizes and not (drafts and self.packed)
+        check_degree(source.config, options.shards, self.packed or quantizes, self.tiled)
         if options.shards > 1 and options.on_gpu:
-            check_gpus(source.config, options, dtype, self.tiled or quantizes)
+            check_gpus(source.config, options, dtype, self.packed or quantizes)
         self._marks, self._marked = self._mark_files() if files and files.weights is None else ([], 0)
         in_files = files if files and not files.weights else None
-        check_experts(in_files, source.config, options, dtype, self.tiled or quantizes)
+        check_experts(in_files, source.config, options, dtype, self.packed or quantizes)
         self._here = beside_card(options) or not options.offloads_experts
         self._forms = [packed_form(options, device) for device in options.devices]
         self._units = self._slice_units() if options.shards > 1 else {}
@@ -112,7 +114,7 @@ class WeightReader:
     def sizes(self) -> dict[str, int]:
         """Returns the bytes of the text model's weights on a GPU, by name."""
         files = self.source.files
-        if files and files.gguf and self.tiled:
+        if files and files.gguf and self.packed:
             return packed_sizes(files.gguf, self.source.config, quantized.packed_bytes)
         return weight_sizes(self.source.config, self.dtype, self._scheme)
 
@@ -141,7 +143,7 @@ class WeightReader:
     def identity(self, head: bool) -> Identity:
         """Returns what the weights are made of. head: with a draft head."""
         facts = {"random": self.source.random, "config": self.source.config, "dtype": self.dtype,
-                 "packed": self.tiled, "quant": self._scheme, "head": head}
+                 "packed": self.packed, "quant": self._scheme, "head": head}
         return Identity(facts, self._marks)
 
     def model_identity(self, head: bool) -> ModelIdentity | None:
@@ -160,7 +162,7 @@ class WeightReader:
         files, config, options = self.source.files, self.source.config, self.options
         if self._quantizes:
             return self._quantize(), None
-        if files and self.tiled:
+        if files and self.packed:
             return files.load_packed(self._forms, self._split, self._progress, self._here), None
         store = plain_store(config, options) if beside_card(options) and options.quant == "none" else None
         found: list[dict[str, Weight]] = [{} for _ in self._forms]
@@ -175,7 +177,7 @@ class WeightReader:
         if not layers.layers:
             return form
         check_host_memory(layers)
-        packs = self._quantizes or self.tiled
+        packs = self._quantizes or self.packed
         host = host_layer_form(form.device, packs and has_second_form(self.options, layers))
         return replace(form, placed={name: host for index in layers.layers for name in matrices_of(index)})
 
@@ -192,7 +194,7 @@ class WeightReader:
             for device, name, tensor in self._split.cut(whole):
                 found[device][name] = tensor
         elif files:
-            packs = self.tiled and not self.options.on_gpu
+            packs = self.packed and not self.options.on_gpu
             try:
                 self._units |= down_units(files.gguf_head(), self._forms[0]) if packs else {}
                 found = files.head_parts(self.dtype, self._split, self._forms if packs else ())
@@ -248,7 +250,7 @@ class WeightReader:
     def _slice_units(self) -> dict[str, int]:
         """Returns the columns that slices of each packed `down` of a feed-forward are multiples of."""
         files, config, form = self.source.files, self.source.config, self._forms[0]
-        if files and files.gguf and self.tiled:
+        if files and files.gguf and self.packed:
             return down_units(plan_gguf(files.gguf, config), form)
         found = quantized_units(config, self._scheme, form) if self._quantizes else {}
         if files and self._scheme == STORED:
@@ -260,7 +262,7 @@ class WeightReader:
         reads what an earlier start has stored."""
         config, options, dtype = self.source.config, self.options, self.dtype
         reason = not_packed(options, config, dtype)
-        if self.tiled:
+        if self.packed:
             reason = "the weights are quantized already; leave it out, or load the unquantized model"
         if reason:
             raise ConfigError(f"quant={options.quant} is not possible: {reason}", "quant")

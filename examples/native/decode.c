@@ -188,6 +188,7 @@ static void make_model(void) {
         axes[i] = 0; /* text: all three positions are the same */
     }
     model.frequencies = frequencies, model.axes = axes, model.rotary_dim = ROTARY_DIM, model.eps = 1e-6f;
+    model.attention_factor = 1;
 }
 
 /* A slot per sequence for the recurrent state, pages for keys and values. All bits are set, which is NaN everywhere:

@@ -9,7 +9,7 @@ use std::ptr::{null, null_mut};
 mod deltic {
     use std::ffi::{c_char, c_int, c_void};
 
-    pub const ABI: c_int = 16;
+    pub const ABI: c_int = 17;
     pub const F32: i64 = 0;
     pub const Q8_0: i64 = 8;
     pub const Q4_K: i64 = 12;
@@ -143,6 +143,7 @@ mod deltic {
         pub axes: *const i64,
         pub rotary_dim: i64,
         pub eps: f32,
+        pub attention_factor: f32,
     }
 
     #[repr(C)]
@@ -440,6 +441,7 @@ impl Maker {
             axes: self.keep(&[0i64; ROTARY_DIM / 2]),
             rotary_dim: ROTARY_DIM as i64,
             eps: 1e-6,
+            attention_factor: 1.0,
         }
     }
 }

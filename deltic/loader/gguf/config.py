@@ -17,6 +17,7 @@ import torch
 from deltic.config import GenerationDefaults, ModelConfig
 from deltic.config.families import FAMILIES, MIXTURES, Family, architecture
 from deltic.config.reading import integer, number
+from deltic.config.rope import mscale
 from deltic.errors import ModelError, show
 from deltic.loader.gguf.blocks import fill
 from deltic.loader.gguf.file import GgufFile
@@ -35,6 +36,10 @@ _LINEAR: Final[tuple[tuple[str, str, int], ...]] = (
     ("ssm.state_size", "linear_key_head_dim", 4096),
     ("ssm.conv_kernel", "linear_conv_kernel_dim", 32),
 )
+_YARN_NUMBERS: Final = (
+    ("attn_factor", 1e-3, 1e3), ("yarn_log_multiplier", 0.0, 100.0), ("yarn_ext_factor", -1.0, 1.0),
+    ("yarn_beta_fast", 1e-3, 1e6), ("yarn_beta_slow", 1e-3, 1e6))
+"""Keys of YaRN after rope.scaling, with the range of each."""
 _DTYPES: Final[Mapping[str, str]] = {"F32": "float32", "F16": "float16"}
 """Type of the embedding -> dtype of the model; others: bfloat16."""
 SAMPLING_KEYS: Final[Mapping[str, str]] = {
@@ -54,6 +59,8 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         factors = _rope_factors(file)
         if not factors:
             return config
+        if config.rope.yarn:
+            raise ModelError(f"tensor {ROPE_FACTORS!r} with rope.scaling.type yarn is not supported")
         linear = next(iter(config.rope.factors), 1.0)
         return replace(config, rope=replace(config.rope, factors=tuple(linear * factor for factor in factors)))
     except ModelError as error:
@@ -220,6 +227,8 @@ def _rope(keys: _Keys, family: Family) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default" if scaling == "none" else scaling}
     if scaling == "linear":
         rope["factor"] = keys.number(factor or "rope.scaling.factor", 1.0, 1e6)
+    if scaling == "yarn":
+        rope |= _yarn(keys)
     if not family.sparse or keys.get("rope.freq_base") is not None:
         rope["rope_theta"] = keys.number("rope.freq_base", 1.0, 1e12)
     head_dim = _head_dim(keys)
@@ -230,6 +239,23 @@ def _rope(keys: _Keys, family: Family) -> dict[str, Any]:
     if family.mrope:
         rope["mrope_section"] = _sections(keys)
     return rope
+
+
+def _yarn(keys: _Keys) -> dict[str, Any]:
+    """Converts YaRN as llama.cpp reads it: `attn_factor` multiplies the attention factor that follows from the scaling
+    factor, and `yarn_attn_factor` has no effect."""
+    factor = keys.number("rope.scaling.factor", 1.0, 1e6)
+    given = {key: keys.number(f"rope.scaling.{key}", low, high) for key, low, high in _YARN_NUMBERS
+             if keys.get(f"rope.scaling.{key}") is not None}
+    if given.get("yarn_ext_factor", 1.0) not in (-1.0, 1.0):
+        raise ModelError(f"{keys.prefix}rope.scaling.yarn_ext_factor {given['yarn_ext_factor']:g} is not supported, "
+                         "only 1")
+    attention = mscale(factor) * given.get("attn_factor", 1.0)
+    if of_all := given.get("yarn_log_multiplier"):
+        attention /= mscale(factor, of_all)
+    return {"factor": factor, "attention_factor": attention, "beta_fast": given.get("yarn_beta_fast"),
+            "beta_slow": given.get("yarn_beta_slow"), "original_max_position_embeddings": keys.integer_or(
+                "rope.scaling.original_context_length", keys.integer("context_length", 1, 1 << 31), 1, 1 << 31)}
 
 
 def _rope_factors(file: GgufFile) -> tuple[float, ...]:

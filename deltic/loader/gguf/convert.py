@@ -35,7 +35,9 @@ from deltic.loader.names import (
     expected_head,
     expected_tensors,
     optional_head,
+    packed_of,
     packed_parts,
+    packed_shape,
     split_packed,
     tensor_dtype,
 )
@@ -112,15 +114,16 @@ def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path,
     file cannot be written.
     """
     config, kind = files.config, FILE_TYPES[type]
-    sources = list(_sources(files))
+    sources = [*_joined(_sources(files), config)]
     head = list(_head_sources(files)) if mtp != "none" else []
     config = replace(config, num_mtp_layers=1 if head else 0)
     if mtp == "same":
         kind = replace(kind, mtp=kind.most)
     sources += head
     shapes = {**expected_tensors(config), **expected_head(config), **optional_head(config)}
+    shapes |= {name: packed_shape(name, config) for source in sources for name in source.names if packed_parts(name)}
     targets = {name: target_of(name, shapes[name], config, kind) for source in sources for name in source.names}
-    if len({*config.rope.factors}) > 1:
+    if config.rope.yarn is None and len({*config.rope.factors}) > 1:
         _write_factors(config, sources, targets)
     _report_fallbacks(targets, config, kind)
     metadata = {
@@ -218,6 +221,26 @@ def _sources(files: ModelFiles) -> Iterator[_SourceTensor]:
     for name, stored in plan.items():
         if name != HEAD or not config.tie_word_embeddings:
             yield _SourceTensor(packed_parts(name) or (name,), partial(_read_directory, name, stored, config))
+
+
+def _joined(sources: Iterable[_SourceTensor], config: ModelConfig) -> Iterator[_SourceTensor]:
+    """Joins the tensors that are one in GGUF files of the family."""
+    waiting = dict[str, list[_SourceTensor]]()
+    for source in sources:
+        name = source.names[0]
+        if not gguf_name(name, config.architecture, config.layer_types)[1].packed:
+            yield source
+            continue
+        packed = packed_of(name) or name
+        own = waiting.setdefault(packed, [])
+        own.append(source)
+        if {part for each in own for part in each.names} == {*packed_parts(packed)}:
+            yield _SourceTensor((packed,), partial(_read_packed, packed, waiting.pop(packed)))
+
+
+def _read_packed(name: str, sources: list[_SourceTensor]) -> dict[str, torch.Tensor]:
+    found = {part: tensor for source in sources for part, tensor in source.read().items()}
+    return {name: torch.cat([found[part] for part in packed_parts(name)])}
 
 
 def _head_sources(files: ModelFiles) -> Iterator[_SourceTensor]:

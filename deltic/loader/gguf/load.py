@@ -242,9 +242,10 @@ def _pack_matrices(source: GgufSource, config: ModelConfig, forms: Sequence[Pack
                    ) -> Iterator[tuple[int, str, Weight]]:
     """Packs each device's part of one matrix, or of several whose rows follow each other."""
     stored, type = source.stored, source.stored.type
+    moved = source.target.form.rows(stored.shape[-2], config)
     for first, name, rows in matrices_of(source):
         whole = (rows, stored.shape[-1])
-        order = source.target.form.rows(rows, config)
+        order = None if moved is None else moved[first:first + rows] - first
         for device, part in split.own(name, whole):
             size, columns = part.shape(whole)
             read = _reader(stored, first, whole, part, order)
@@ -271,8 +272,8 @@ def matrices_of(part: GgufSource) -> Iterator[tuple[int, str, int]]:
 
 def _reader(stored: GgufTensor, first: int, shape: Shape, part: Part, order: torch.Tensor | None
             ) -> Callable[[int, int], Bytes]:
-    """Returns a reader of a part of the matrix of this shape that begins at the row `first`. order: its rows are
-    permuted within heads; rows are whole blocks."""
+    """Returns a reader of a part of the matrix of this shape that begins at the row `first`. order: the file's row of
+    each row, counted from there; rows are whole blocks."""
     rows, row_bytes = shape[0], stored.type.size(shape[1])
     if part.columns:
         matrix = stored.mapped(first * row_bytes, rows * row_bytes).reshape(rows, row_bytes)
@@ -281,12 +282,16 @@ def _reader(stored: GgufTensor, first: int, shape: Shape, part: Part, order: tor
     ranges = part.ranges or (slice(0, rows),)
     if order is None and len(ranges) == 1:
         return partial(read_from, stored.read, (first + ranges[0].start) * row_bytes)
-    found = [stored.read((first + own.start) * row_bytes, (own.stop - own.start) * row_bytes).reshape(-1, row_bytes)
-             for own in ranges]
-    if order is not None:
-        found = [own[(order[place] - place.start).numpy()] for own, place in zip(found, ranges, strict=True)]
-    joined = np.concatenate(found).reshape(-1)
+    joined = np.concatenate([_rows(stored, first, own, order) for own in ranges]).reshape(-1)
     return lambda offset, count: joined[offset:offset + count]
+
+
+def _rows(stored: GgufTensor, first: int, own: slice, order: torch.Tensor | None) -> Bytes:
+    """Reads these rows of the matrix that begins at the row `first`, [rows, bytes]. order: as in `_reader`."""
+    wanted = np.arange(own.start, own.stop) if order is None else order[own].numpy()
+    low, high, size = int(wanted.min()), int(wanted.max()) + 1, stored.type.size(stored.shape[-1])
+    rows = stored.read((first + low) * size, (high - low) * size).reshape(-1, size)
+    return rows if order is None else rows[wanted - low]
 
 
 def _column_reader(matrix: Bytes, ranges: Sequence[slice]) -> Callable[[int, int], Bytes]:

@@ -1,14 +1,14 @@
 """Maps tensors of GGUF files to canonical ones (`loader/names`), and back: their names, order and values.
 
 GGUF names and forms are those of llama.cpp's converter (conversion/qwen.py) and models (src/models/qwen35.cpp,
-qwen35moe.cpp, qwen3.cpp, qwen2.cpp, llama.cpp).
+qwen35moe.cpp, qwen3next.cpp, qwen3.cpp, qwen2.cpp, llama.cpp).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from deltic.config import LinearConfig, ModelConfig
 from deltic.config.families import FAMILIES, LayerType
 from deltic.errors import ModelError
-from deltic.loader.names import EMBEDDING, HEAD, Shape
+from deltic.loader.names import EMBEDDING, HEAD, Shape, packed_of, packed_parts, packed_rows
 
 Change = Callable[[Tensor, ModelConfig], Tensor]
 
@@ -34,6 +34,7 @@ class TensorForm:
     behind_keys: queries and keys come first on that axis.
     wide: a head has value_head_dim entries on that axis, else one.
     interleaved: number of heads whose rows are in the order of rotated pairs.
+    packed: suffix of the canonical name of a packed projection, whose parts have rows of each key head in turn.
     decode, encode: convert GGUF's values to canonical ones and back.
 
     Canonical value heads are grouped by their key head: k0v0 k0v1 k1v0 k1v1. In GGUF files they are tiled:
@@ -47,6 +48,7 @@ class TensorForm:
     behind_keys: bool = False
     wide: bool = False
     interleaved: Callable[[ModelConfig], int] | None = None
+    packed: str = ""
     decode: Change = _same
     encode: Change = _same
 
@@ -57,6 +59,8 @@ class TensorForm:
 
     def rows(self, count: int, config: ModelConfig) -> Tensor | None:
         """Returns the file's row of each canonical row, [count] int64; None: the order is the same."""
+        if self.packed:
+            return packed_rows(self.packed, config)
         if self.interleaved is None:
             return None
         return torch.arange(count).view(self.interleaved(config), -1, 2).transpose(1, 2).flatten()
@@ -137,6 +141,8 @@ _COLUMNS: Final = TensorForm(heads=1, wide=True)
 _CONVOLUTION: Final = TensorForm(heads=0, wide=True, behind_keys=True, decode=_add_channel, encode=_drop_channel)
 _INTERLEAVED_QUERIES: Final = TensorForm(interleaved=lambda config: config.num_attention_heads)
 _INTERLEAVED_KEYS: Final = TensorForm(interleaved=lambda config: config.num_key_value_heads)
+_BETA_ALPHA: Final = TensorForm(packed="linear_attn.in_proj_ba.weight")
+_QKVZ: Final = TensorForm(packed="linear_attn.in_proj_qkvz.weight")
 _SINGLE_ROW: Final = TensorForm(decode=_add_row, encode=_drop_row)
 _DECAY: Final = TensorForm(heads=0, decode=_log_of_decay, encode=_decay)
 
@@ -178,6 +184,12 @@ _LINEAR: Final[Table] = {
     "ssm_norm.weight": ("linear_attn.norm.weight", PLAIN),
     "ssm_out.weight": ("linear_attn.out_proj.weight", _COLUMNS),
 }
+_GROUPED: Final[Table] = {
+    **{key: (name, replace(form, heads=None)) for key, (name, form) in _LINEAR.items()
+       if key not in ("ssm_beta.weight", "ssm_alpha.weight")},
+    "ssm_ba.weight": (_BETA_ALPHA.packed, _BETA_ALPHA)}
+_OLDER_GROUPED: Final[Table] = {"ssm_in.weight": (_QKVZ.packed, _QKVZ)}
+"""Layers of families with `gguf_grouped`, and a tensor of older files in place of attn_qkv and attn_gate."""
 _DENSE: Final[Table] = {
     "ffn_gate.weight": ("mlp.gate_proj.weight", PLAIN),
     "ffn_up.weight": ("mlp.up_proj.weight", PLAIN),
@@ -256,11 +268,12 @@ def tensor_target(name: str, architecture: str, layers: Sequence[LayerType]) -> 
     if found is None:
         raise ModelError(f"tensor {name[:200]!r} has no place in a {architecture} model of {len(layers)} layers; "
                          "is the file from an unusual converter or of a newer format?")
-    return TensorTarget((found[0],), found[1], found[0].startswith("mtp."))
+    return TensorTarget(packed_parts(found[0]) or (found[0],), found[1], found[0].startswith("mtp."))
 
 
 def gguf_name(name: str, architecture: str, layers: Sequence[LayerType]) -> tuple[str, TensorForm]:
-    """Returns the GGUF name of a canonical tensor, of the trunk or the draft head (`mtp.`), and its form.
+    """Returns the GGUF name of a canonical tensor, of the trunk or the draft head (`mtp.`), and its form. Tensors that
+    share one in GGUF files (`TensorForm.packed`) have the same name.
 
     Raises ModelError for a name without GGUF equivalent.
     """
@@ -268,7 +281,8 @@ def gguf_name(name: str, architecture: str, layers: Sequence[LayerType]) -> tupl
     layer = _LAYER_NAME.fullmatch(name)
     if layer is not None:
         block = int(layer[2]) + (len(layers) if layer[1] == "mtp" else 0)
-        found = _reverse(_table(block, architecture, layers)).get(layer[3])
+        named = _reverse(_table(block, architecture, layers))
+        found = named.get(layer[3]) or named.get(packed_of(layer[3]) or "")
         found = found and (f"blk.{block}.{found[0]}", found[1])
     if found is None:
         raise ModelError(f"tensor {name[:200]!r} has no name in GGUF files of a {architecture} model")
@@ -278,7 +292,8 @@ def gguf_name(name: str, architecture: str, layers: Sequence[LayerType]) -> tupl
 def _in_block(block: int, name: str, architecture: str, layers: Sequence[LayerType]) -> tuple[str, TensorForm] | None:
     if block == len(layers) and name in _NEXTN:
         return _NEXTN[name]
-    found = _table(block, architecture, layers).get(name)
+    older = _OLDER_GROUPED if FAMILIES[architecture].gguf_grouped else {}
+    found = {**older, **_table(block, architecture, layers)}.get(name)
     return found and (_prefix(block, len(layers)) + found[0], found[1])
 
 
@@ -289,7 +304,7 @@ def _table(block: int, architecture: str, layers: Sequence[LayerType]) -> Table:
              family.gguf_second_norm: ("post_attention_layernorm.weight", NORM)}
     table |= {**_ROUTED, **(_SHARED if family.shared else {})} if family.experts else _DENSE
     if _kind(block, layers) == "linear_attention":
-        return {**table, **_LINEAR}
+        return {**table, **(_GROUPED if family.gguf_grouped else _LINEAR)}
     table |= _PROJECTIONS
     if family.qk_norm:
         table |= _QK_NORMS

@@ -15,8 +15,9 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 
-from deltic.config import ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig
+from deltic.config import ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig, Yarn
 from deltic.config.families import FAMILIES, SPLITTERS
+from deltic.config.rope import mscale
 from deltic.errors import ModelError
 from deltic.loader.disk import check_room, replacing
 from deltic.loader.gguf.blocks import BlockType, Bytes
@@ -54,7 +55,9 @@ def config_to_gguf(config: ModelConfig) -> dict[str, Any]:
         keys |= _experts(config.experts)
     if config.rope.mrope_section:
         keys["rope.dimension_sections"] = [*config.rope.mrope_section, 0]
-    if len({*config.rope.factors}) == 1:
+    if config.rope.yarn is not None:
+        keys |= _yarn(config.rope.yarn)
+    elif len({*config.rope.factors}) == 1:
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(config.rope.factors[0])}
     if "linear_attention" in FAMILIES[config.architecture].mixers:
         keys |= _layer_kinds(config.layer_types, heads)
@@ -63,6 +66,18 @@ def config_to_gguf(config: ModelConfig) -> dict[str, Any]:
     if heads:
         keys["nextn_predict_layers"] = heads
     return {"general.architecture": architecture, **{f"{architecture}.{key}": keys[key] for key in keys}}
+
+
+def _yarn(yarn: Yarn) -> dict[str, Any]:
+    """llama.cpp multiplies the attention factor that follows from the scaling factor by its key."""
+    if not yarn.truncate:
+        raise ModelError("GGUF files cannot store YaRN without whole dimensions (truncate false)")
+    more = {"attn_factor": yarn.attention_factor / mscale(yarn.factor), "yarn_beta_fast": yarn.beta_fast,
+            "yarn_beta_slow": yarn.beta_slow}
+    defaults = {"attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
+    return {"rope.scaling.type": "yarn", "rope.scaling.factor": float(yarn.factor),
+            "rope.scaling.original_context_length": yarn.original_context,
+            **{f"rope.scaling.{key}": value for key, value in more.items() if value != defaults[key]}}
 
 
 def _experts(experts: ExpertsConfig) -> dict[str, Any]:

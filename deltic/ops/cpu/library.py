@@ -24,7 +24,7 @@ from deltic.ops.types import PAGE, RING, Batch
 
 Result = TypeVar("Result")
 
-_COMPILED = {"deltic_abi": 16, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL, "deltic_slices": SLICES}
+_COMPILED = {"deltic_abi": 17, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL, "deltic_slices": SLICES}
 """Constants that the library must return, so that both sides agree on layouts."""
 _NO_MEMORY, _READ_FAILED = -1, -3
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
@@ -155,7 +155,7 @@ class ModelStruct(Structure):
     _fields_ = (
         ("hidden", c_int64), ("layers", c_int64), ("layer", POINTER(ModelLayer)), ("embedding", MatrixStruct),
         ("head", LinearWeight), ("norm", c_void_p), ("frequencies", c_void_p), ("axes", c_void_p),
-        ("rotary_dim", c_int64), ("eps", c_float),
+        ("rotary_dim", c_int64), ("eps", c_float), ("attention_factor", c_float),
     )
 
 

@@ -130,6 +130,7 @@ def _model(decoder: DecoderWeights, views: CacheViews) -> tuple[ModelStruct, lis
         address(axes),
         decoder.rope.rotary_dim,
         decoder.eps,
+        decoder.rope.attention_factor,
     )
     return model, [*borrowed, turns, axes, model]
 

@@ -41,7 +41,7 @@ FoldArgs = _struct(
 HeadEnterArgs = _struct(
     "HeadEnterArgs",
     "ids positions embedding embedded norm_embedding norm_hidden hidden norm slots kept taken frequencies axes "
-    "count starts done source x turns last", "eps", "size rotary tokens")
+    "count starts done source x turns last", "eps factor", "size rotary tokens")
 HeadKeysArgs = _struct(
     "HeadKeysArgs", "proj key_norm turns last slots keys values count starts done target append pages", "eps",
     "kv_heads stride rotary width size")
@@ -53,7 +53,7 @@ AttentionArgs = _struct(
     "AttentionArgs", "proj query_norm key_norm bias turns keys values mixed mass y ended count starts done pages",
     "eps", "heads kv_heads stride rotary width parts")
 EnterArgs = _struct(
-    "EnterArgs", "ids positions embedding frequencies axes residual turns", "", "hidden rotary tokens")
+    "EnterArgs", "ids positions embedding frequencies axes residual turns", "factor", "hidden rotary tokens")
 AddNormArgs = _struct("AddNormArgs", "residual delta scale y wide", "eps", "hidden")
 GateArgs = _struct("GateArgs", "x y", "", "width")
 ResidualNormArgs = _struct("ResidualNormArgs", "x delta scale shift y", "eps", "tokens")

@@ -232,8 +232,8 @@ class DecodeStep:
             name, table = f"k_enter_{embedding.type.lower()}", embedding.data
         self._module.launch(name, (blocks,), 256, args.EnterArgs(
             ids=batch.ids, positions=batch.positions, embedding=table, frequencies=self.frequencies, axes=self.axes,
-            residual=residual, turns=turns, hidden=self.hidden, rotary=turns.shape[1], tokens=len(residual)),
-            overlap=False)
+            residual=residual, turns=turns, factor=self.decoder.rope.attention_factor, hidden=self.hidden,
+            rotary=turns.shape[1], tokens=len(residual)), overlap=False)
 
     # Few tokens
 

@@ -196,8 +196,9 @@ class MtpHeadOp:
             norm=weights.norm if goes_on else None, slots=None if goes_on else self._slots,
             kept=None if taken is None else self.last, taken=taken,
             frequencies=self._step.frequencies, axes=self._step.axes, count=batch.count, starts=batch.starts,
-            done=batch.done, source=batch.source, x=x, turns=turns, last=last, eps=weights.eps, size=self._size,
-            rotary=weights.rope.rotary_dim, tokens=tokens), overlap=False)
+            done=batch.done, source=batch.source, x=x, turns=turns, last=last, eps=weights.eps,
+            factor=weights.rope.attention_factor, size=self._size, rotary=weights.rope.rotary_dim, tokens=tokens),
+            overlap=False)
 
 
 @dataclass(frozen=True, slots=True)

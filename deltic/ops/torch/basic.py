@@ -163,7 +163,7 @@ def rope(positions: Tensor, spec: RopeSpec) -> Rope:
             taken = slice(axis, min(3 * spec.sections[axis], half), 3)
             angles[:, taken] = positions[axis].float()[:, None] * turns[taken]
     angles = torch.cat((angles, angles), dim=-1).double()  # float32 cosines differ between libraries
-    return Rope(angles.cos().float(), angles.sin().float())
+    return Rope(angles.cos().float() * spec.attention_factor, angles.sin().float() * spec.attention_factor)
 
 
 def put(pool: Tensor, index: Tensor, values: Tensor) -> None:

@@ -17,7 +17,7 @@ struct HeadEnter {
     u16 *x;                       // [T, 2 H]: the embedding, then the hidden state before it, normed each
     float *turns;                 // [T, rotary]
     float *last;                  // [T, H]: where `hidden` is kept; null: nowhere
-    float eps;
+    float eps, factor;            // factor: of cosines and sines
     int size, rotary, tokens;     // size: H
 };
 
@@ -92,8 +92,8 @@ template <int SIZE> DEVICE void head_enter(const HeadEnter &a) {
     const int half = a.rotary / 2;
     for (int i = threadIdx.x; i < half; i += 256) {
         const float angle = float(a.positions[a.axes[i] * a.tokens + token]) * a.frequencies[i];
-        a.turns[token * a.rotary + i] = cosf(angle);
-        a.turns[token * a.rotary + half + i] = sinf(angle);
+        a.turns[token * a.rotary + i] = cosf(angle) * a.factor;
+        a.turns[token * a.rotary + half + i] = sinf(angle) * a.factor;
     }
 }
 

@@ -6,6 +6,7 @@ struct Enter {
     const float *frequencies;    // [rotary / 2], radians per position
     const i64 *axes;             // [rotary / 2]: to which of the three positions they belong
     float *residual, *turns;     // [T, H], [T, rotary]
+    float factor;                // of cosines and sines
     int hidden, rotary, tokens;
 };
 // A token's rotary table.
@@ -13,8 +14,8 @@ DEVICE void turn(const Enter &a, int token) {
     const int half = a.rotary / 2;
     for (int i = threadIdx.x; i < half; i += blockDim.x) {
         const float angle = float(a.positions[a.axes[i] * a.tokens + token]) * a.frequencies[i];
-        a.turns[token * a.rotary + i] = cosf(angle);
-        a.turns[token * a.rotary + half + i] = sinf(angle);
+        a.turns[token * a.rotary + i] = cosf(angle) * a.factor;
+        a.turns[token * a.rotary + half + i] = sinf(angle) * a.factor;
     }
 }
 // Embeddings and rotary tables.
