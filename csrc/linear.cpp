@@ -263,7 +263,7 @@ void fill_tile(const Product &product, int64_t first, int64_t columns, int token
     }
     if (form == kInt8Fine && product.again) keep_singles(rows, limits, columns, rounded, tokens);
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-    if (form != kFloat32 && form != kBfloat16 && tokens % 2 == 0) pair_codes(tile, columns, tokens);
+    if (form != kFloat32 && form != kBfloat16 && tokens % 4 == 0) pair_codes(tile, columns, tokens);
 #endif
 }
 

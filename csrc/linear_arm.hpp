@@ -6,7 +6,7 @@
 #pragma once
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-template <int T> constexpr bool kPaired = T % 2 == 0;
+template <int T> constexpr bool kPaired = T % 4 == 0;  // two tokens do not pay for putting rows in pairs
 #else
 template <int T> constexpr bool kPaired = false;
 #endif
@@ -216,33 +216,34 @@ DELTIC_INLINE void times_int8(const uint8_t *panel, const int32_t *memory, int64
     Int8Tile tile(memory, columns, T);
     for (int64_t b = range.begin; b < range.end; ++b) {
         const uint8_t *data = panel + b * Format::kBytes;
-        Native sum[kParts][T] = {};
-        auto add = [&](int g, int part) DELTIC_INLINE_LAMBDA {
-            add_group<Format, T>({data, part * kNative}, tile, g, b * kGroups + g, sum[part]);
+        auto add = [&](int g, int part, Native sum[T]) DELTIC_INLINE_LAMBDA {
+            add_group<Format, T>({data, part * kNative}, tile, g, b * kGroups + g, sum);
         };
-        auto finish = [&](int part) DELTIC_INLINE_LAMBDA {
+        auto finish = [&](int part, Native sum[T]) DELTIC_INLINE_LAMBDA {
             if constexpr (Format::kLow == kMinima16 || Format::kLow == kMinima32)
-                take_minima<Format, T>({data, part * kNative}, tile, b, sum[part]);
+                take_minima<Format, T>({data, part * kNative}, tile, b, sum);
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t)
-                total.of[part][t] = fma(token_floats<T>(tile.scales + b * T, t), sum[part][t], total.of[part][t]);
+                total.of[part][t] = fma(token_floats<T>(tile.scales + b * T, t), sum[t], total.of[part][t]);
         };
         if constexpr (T > 2) {  // there are registers for the sums of one part
             for (int part = 0; part < kParts; ++part) {
+                Native sum[T] = {};
                 for (int g = 0; g < kGroups; ++g) {
                     if (part == 0) fetch<kStep>(data + g * kStep + ahead);
-                    add(g, part);
+                    add(g, part, sum);
                 }
-                finish(part);
+                finish(part, sum);
             }
         } else {
+            Native sum[kParts][T] = {};
             for (int g = 0; g < kGroups; ++g) {
                 fetch<kStep>(data + g * kStep + ahead);
 #pragma GCC unroll 4
-                for (int part = 0; part < kParts; ++part) add(g, part);
+                for (int part = 0; part < kParts; ++part) add(g, part, sum[part]);
             }
 #pragma GCC unroll 4
-            for (int part = 0; part < kParts; ++part) finish(part);
+            for (int part = 0; part < kParts; ++part) finish(part, sum[part]);
         }
     }
 }
