@@ -39,9 +39,10 @@ LEVELS: dict[str, tuple[str, ...]] = {
 }
 ARM_LEVELS: dict[str, tuple[str, ...]] = {
     "portable": (),
-    "dotprod": ("-march=armv8.2-a+dotprod",),
-    "i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
+    "dotprod": ("-mcpu=generic+dotprod",),
+    "i8mm": ("-mcpu=generic+dotprod+i8mm",),
 }
+"""In words that g++, clang and zig understand."""
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]

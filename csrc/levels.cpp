@@ -26,9 +26,8 @@ constexpr Kernels kTables[] = {
 #if defined(__aarch64__) && defined(__linux__)
 int arm_level() {
     // bits of <asm/hwcap.h>, of which old copies lack some
-    constexpr unsigned long kAtomics = 1 << 8, kRdm = 1 << 12, kDotprod = 1 << 20, kI8mm = 1 << 13;
-    constexpr unsigned long kWanted = kAtomics | kRdm | kDotprod;
-    if ((getauxval(AT_HWCAP) & kWanted) != kWanted) return DELTIC_PORTABLE;
+    constexpr unsigned long kDotprod = 1 << 20, kI8mm = 1 << 13;
+    if (!(getauxval(AT_HWCAP) & kDotprod)) return DELTIC_PORTABLE;
     return getauxval(AT_HWCAP2) & kI8mm ? DELTIC_I8MM : DELTIC_DOTPROD;
 }
 #elif defined(__aarch64__) && defined(__APPLE__)

@@ -222,8 +222,8 @@ def test_constants_agree() -> None:
     levels = re.findall(r"DELTIC_(\w+)", re.findall(r"enum \{( DELTIC_PORTABLE[^}]*)\}", HEADER)[0])
     assert levels.pop() == "LEVELS"
     x86 = tuple(level.removesuffix("_LEVEL").lower() for level in levels)
-    arm = ("portable", *(level.lower() for level in re.findall(r"DELTIC_(\w+)", re.findall(
-        r"enum \{( DELTIC_DOTPROD = 1[^}]*)\}", HEADER)[0])))
+    names = re.findall(r"DELTIC_(\w+)", re.findall(r"enum \{( DELTIC_ARM_PORTABLE[^}]*)\}", HEADER)[0])
+    arm = tuple(name.removeprefix("ARM_").lower() for name in names)
     assert (*x86, *arm[1:]) == CPU_LEVELS[1:] and library.LEVELS in (x86, arm)
     build = runpy.run_path(str(ROOT / "hatch_build.py"), run_name="hatch_build")
     assert (tuple(build["LEVELS"]), tuple(build["ARM_LEVELS"])) == (x86, arm)
