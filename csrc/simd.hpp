@@ -10,6 +10,15 @@
 #include <cstring>
 #include <type_traits>
 
+// The intrinsics of g++ want the architecture that brought them, too. (Its name is no flag: zig has another one for it.)
+#if defined(__aarch64__) && !defined(__clang__)
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#pragma GCC target("arch=armv8.2-a+dotprod+i8mm")
+#elif defined(__ARM_FEATURE_DOTPROD)
+#pragma GCC target("arch=armv8.2-a+dotprod")
+#endif
+#endif
+
 #if defined(__AVX2__) || defined(__FMA__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
