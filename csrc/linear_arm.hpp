@@ -1,8 +1,8 @@
-// Panels times tiles with the integer products of ARM64. linear.cpp includes it in its namespace, where it stands for the
-// plain code there: the operations on the sum of a row and a token are the same, in the same order.
+// Panels times tiles with the integer products of ARM64. linear.cpp includes it in its namespace, instead of the plain
+// code there: the operations on the sum of a row and a token are the same, in the same order.
 //
-// Sums of two tokens may lie in pairs (matrix products of i8mm make them so): the vectors 2 p and 2 p + 1 of a part have,
-// of tokens a = 2 p and b = a + 1, rows 0 a, 0 b, 1 a, 1 b and rows 2 a, 2 b, 3 a, 3 b.
+// Sums of two tokens may lie in pairs (matrix products of i8mm make them so): the vectors 2 p and 2 p + 1 of a part
+// have, of tokens a = 2 p and b = a + 1, rows 0 a, 0 b, 1 a, 1 b and rows 2 a, 2 b, 3 a, 3 b.
 #pragma once
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
@@ -133,7 +133,8 @@ template <class Format> constexpr int kHalves = 32 / Format::kGroup;
 
 // Integer sums of one such group.
 template <class Format, int T>
-DELTIC_INLINE void dots(const Block &block, int g, int half, const int32_t *x, const int32_t *whole, NativeInts sum[T]) {
+DELTIC_INLINE void dots(const Block &block, int g, int half, const int32_t *x, const int32_t *whole,
+                        NativeInts sum[T]) {
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
         sum[t] = NativeInts{};

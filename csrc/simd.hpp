@@ -10,7 +10,7 @@
 #include <cstring>
 #include <type_traits>
 
-// The intrinsics of g++ want the architecture that brought them, too. (Its name is no flag: zig has another one for it.)
+// The intrinsics of g++ want the architecture that brought them, too. (No flag names it: zig has another word for it.)
 #if defined(__aarch64__) && !defined(__clang__)
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 #pragma GCC target("arch=armv8.2-a+dotprod+i8mm")
