@@ -37,6 +37,12 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "vnni": (*_AVX512, "-mavx512vnni"),
     "bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
 }
+ARM_LEVELS: dict[str, tuple[str, ...]] = {
+    "portable": (),
+    "dotprod": ("-mcpu=generic+dotprod",),
+    "i8mm": ("-mcpu=generic+dotprod+i8mm",),
+}
+"""In words that g++, clang and zig understand."""
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -78,7 +84,8 @@ def compile_library(sources: Path, target: Path) -> str | None:
 
 def _units(sources: Path) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
     """What is compiled: name of the object, source, flags."""
-    levels = LEVELS if platform.machine() == "x86_64" else {"portable": ()}
+    machine = platform.machine()
+    levels = LEVELS if machine == "x86_64" else ARM_LEVELS if machine in ("aarch64", "arm64") else {"portable": ()}
     for source in sorted(sources.glob("*.cpp")):
         if source.stem not in PER_LEVEL:
             yield source.stem, source, ()

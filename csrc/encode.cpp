@@ -16,7 +16,7 @@ namespace {
 constexpr int kKeys = 12;    // scores of so many keys and 16 queries are summed up in registers
 constexpr int kRows = 8;     // so are so many queries' results, of 32 numbers of a head each
 constexpr int kVectors = 2;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(__aarch64__)
 constexpr int kKeys = 4, kRows = 4, kVectors = 1;
 #else
 constexpr int kKeys = 2, kRows = 2, kVectors = 1;

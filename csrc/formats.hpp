@@ -36,6 +36,9 @@ struct Block {
 DELTIC_INLINE NativeWords plane8(const uint8_t *from, int i) { return load<NativeWords>(from + 64 * i); }
 DELTIC_INLINE NativeWords plane4(const uint8_t *from, int i) {
     NativeWords both = load<NativeWords>(from + 64 * (i % 4));
+#if defined(__aarch64__)  // which can shift bytes
+    if (i >= 4) return (NativeWords)((NativeBytes)both >> 4);
+#endif
     return (i < 4 ? both : both >> 4) & 0x0f0f0f0fu;
 }
 // Left or, with a negative count, right.

@@ -1,5 +1,11 @@
 #include "levels.hpp"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 namespace deltic {
 namespace {
 
@@ -12,8 +18,28 @@ constexpr Kernels kTables[] = {
     DELTIC_TABLE(portable),
 #if defined(__x86_64__)
     DELTIC_TABLE(avx2), DELTIC_TABLE(avx512), DELTIC_TABLE(vnni), DELTIC_TABLE(bf16),
+#elif defined(__aarch64__)
+    DELTIC_TABLE(dotprod), DELTIC_TABLE(i8mm),
 #endif
 };
+
+#if defined(__aarch64__) && defined(__linux__)
+int arm_level() {
+    // bits of <asm/hwcap.h>, of which old copies lack some
+    constexpr unsigned long kDotprod = 1 << 20, kI8mm = 1 << 13;
+    if (!(getauxval(AT_HWCAP) & kDotprod)) return DELTIC_PORTABLE;
+    return getauxval(AT_HWCAP2) & kI8mm ? DELTIC_I8MM : DELTIC_DOTPROD;
+}
+#elif defined(__aarch64__) && defined(__APPLE__)
+int arm_level() {
+    int found = 0;
+    size_t size = sizeof found;
+    bool known = sysctlbyname("hw.optional.arm.FEAT_I8MM", &found, &size, nullptr, 0) == 0;
+    return known && found ? DELTIC_I8MM : DELTIC_DOTPROD;  // all of Apple's processors for the Mac have products
+}
+#elif defined(__aarch64__)
+int arm_level() { return DELTIC_PORTABLE; }
+#endif
 
 int best_level() {
 #if defined(__x86_64__)
@@ -25,6 +51,8 @@ int best_level() {
     if (!has_avx512) return DELTIC_AVX2;
     if (!__builtin_cpu_supports("avx512vnni")) return DELTIC_AVX512;
     return __builtin_cpu_supports("avx512bf16") ? DELTIC_BF16_LEVEL : DELTIC_VNNI;
+#elif defined(__aarch64__)
+    return arm_level();
 #else
     return DELTIC_PORTABLE;
 #endif

@@ -71,6 +71,9 @@ DELTIC_DECLARE(avx2)
 DELTIC_DECLARE(avx512)
 DELTIC_DECLARE(vnni)
 DELTIC_DECLARE(bf16)
+#elif defined(__aarch64__)
+DELTIC_DECLARE(dotprod)
+DELTIC_DECLARE(i8mm)
 #endif
 
 struct Kernels {

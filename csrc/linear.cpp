@@ -4,6 +4,7 @@
 // another, exact integer sums inside, one `fma` per scale. Weights stream through once per tile; a panel stays in the
 // second-level cache while all tiles pass.
 #include <bit>
+#include <utility>
 
 #include "formats.hpp"
 #include "levels.hpp"
@@ -15,6 +16,8 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int kTile = 12;          // accumulators for 12 tokens, twice, and the weights fit 32 registers
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr int kTile = 8;           // sums of 4 rows and 8 tokens, twice, and their weights
 #elif defined(__AVX2__)
 constexpr int kTile = 4;
 #else
@@ -224,6 +227,10 @@ void keep_singles(const float *const *x, const float *limits, int64_t columns, c
     }
 }
 
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+void pair_codes(int32_t *codes, int64_t columns, int tokens);
+#endif
+
 // Rows of a product's input from `first` on.
 void fill_tile(const Product &product, int64_t first, int64_t columns, int tokens, Form form, int32_t *tile) {
     Int8Tile rounded(tile, columns, tokens);
@@ -255,6 +262,9 @@ void fill_tile(const Product &product, int64_t first, int64_t columns, int token
         }
     }
     if (form == kInt8Fine && product.again) keep_singles(rows, limits, columns, rounded, tokens);
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    if (form != kFloat32 && form != kBfloat16 && tokens % 4 == 0) pair_codes(tile, columns, tokens);
+#endif
 }
 
 // ---- One panel times one tile: y[t][0 .. 15].
@@ -283,6 +293,16 @@ template <int T> struct Rows {
 struct Range {
     int64_t begin, end, ahead;
 };
+
+// Has so many bytes come into the second-level cache.
+template <int64_t Bytes> DELTIC_INLINE void fetch(const uint8_t *from) {
+    for (int64_t at = 0; at < Bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
+}
+
+#if defined(__ARM_FEATURE_DOTPROD)
+#include "linear_arm.hpp"
+#else
+template <int T> using Int8Rows = Rows<T>;
 
 // Weights that are one number per row and column; `Load` makes them Floats.
 template <int T, typename Number, Floats Load(const Number *)>
@@ -424,11 +444,6 @@ DELTIC_INLINE void take_minima(const Block &block, const Int8Tile &tile, int64_t
     }
 }
 
-// Has so many bytes come into the second-level cache.
-template <int64_t Bytes> DELTIC_INLINE void fetch(const uint8_t *from) {
-    for (int64_t at = 0; at < Bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
-}
-
 template <class Format, int T>
 DELTIC_INLINE void times_int8(const uint8_t *panel, const int32_t *memory, int64_t columns, Range range,
                               Rows<T> &total) {
@@ -498,6 +513,8 @@ DELTIC_INLINE void times_fine(const uint8_t *panel, const int32_t *memory, int64
     }
 }
 
+#endif
+
 // Weights and bytes of a block, and the sums that it is added to.
 template <int T, int Weights, int Bytes, class Sum> struct Multiply {
     static constexpr int64_t kWeights = Weights, kBytes = Bytes;
@@ -513,13 +530,13 @@ template <int T> struct Bfloat16 : Multiply<T, 2, 64, Rows<T>> {
     static constexpr auto add = times_bf16<T>;
 };
 template <class Format> struct Int8 {
-    template <int T> struct Sized : Multiply<T, Format::kWeights, Format::kBytes, Rows<T>> {
+    template <int T> struct Sized : Multiply<T, Format::kWeights, Format::kBytes, Int8Rows<T>> {
         static constexpr auto add = times_int8<Format, T>;
     };
 };
 
 template <class Format> struct Fine {
-    template <int T> struct Sized : Multiply<T, Format::kWeights, Format::kBytes, Rows<T>> {
+    template <int T> struct Sized : Multiply<T, Format::kWeights, Format::kBytes, Int8Rows<T>> {
         static constexpr auto add = times_fine<Format, T>;
     };
 };

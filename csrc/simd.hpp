@@ -10,18 +10,35 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__AVX2__)
+// The intrinsics of g++ want the architecture that brought them, too. (No flag names it: zig has another word for it.)
+#if defined(__aarch64__) && !defined(__clang__)
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#pragma GCC target("arch=armv8.2-a+dotprod+i8mm")
+#elif defined(__ARM_FEATURE_DOTPROD)
+#pragma GCC target("arch=armv8.2-a+dotprod")
+#endif
+#endif
+
+#if defined(__AVX2__) || defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "deltic.h"
 #include "half.hpp"
 
 #ifndef DELTIC_LEVEL
-#error "compile with -DDELTIC_LEVEL=portable, avx2, avx512, vnni or bf16"
+#error "compile with -DDELTIC_LEVEL=portable or another level of hatch_build.py"
 #endif
 #define DELTIC_INLINE inline __attribute__((always_inline))
 #define DELTIC_INLINE_LAMBDA __attribute__((always_inline))
+// Lanes of two vectors of the same four lanes; g++ has clang's form from version 12 on.
+#if defined(__clang__)
+#define DELTIC_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define DELTIC_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, decltype(a < b){__VA_ARGS__})
+#endif
 
 namespace deltic::DELTIC_LEVEL {
 namespace {
@@ -175,8 +192,12 @@ DELTIC_INLINE void store_part(float *to, Floats v, int64_t count) { std::memcpy(
 DELTIC_INLINE Native fma(Native a, Native b, Native c) {
 #if defined(__AVX512F__)
     return (Native)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
+#elif defined(__AVX2__)
     return (Native)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FMA__)  // tests compare this with ARM64
+    return (Native)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c);
+#elif defined(__aarch64__)
+    return (Native)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
@@ -193,11 +214,20 @@ DELTIC_INLINE Floats to_floats(const Ints &v) {
 
 // Widening of as many numbers as a register has lanes. (The compiler's own conversions go one by one where sizes differ
 // by four.)
+#if defined(__aarch64__)
+DELTIC_INLINE uint8x8_t four_bytes(const void *from) {
+    uint32_t four;
+    std::memcpy(&four, from, sizeof four);
+    return vreinterpret_u8_u32(vdup_n_u32(four));
+}
+#endif
 DELTIC_INLINE NativeInts native_s8(const int8_t *from) {
 #if defined(__AVX512F__)
     return (NativeInts)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
 #elif defined(__AVX2__)
     return (NativeInts)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
+#elif defined(__aarch64__)
+    return (NativeInts)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(four_bytes(from)))));
 #else
     return NativeInts{from[0], from[1], from[2], from[3]};
 #endif
@@ -207,6 +237,8 @@ DELTIC_INLINE NativeInts native_u8(const uint8_t *from) {
     return (NativeInts)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
 #elif defined(__AVX2__)
     return (NativeInts)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
+#elif defined(__aarch64__)
+    return (NativeInts)vmovl_u16(vget_low_u16(vmovl_u8(four_bytes(from))));
 #else
     return NativeInts{from[0], from[1], from[2], from[3]};
 #endif
@@ -216,6 +248,8 @@ DELTIC_INLINE NativeWords native_u16(const uint16_t *from) {
     return (NativeWords)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
 #elif defined(__AVX2__)
     return (NativeWords)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif defined(__aarch64__)
+    return (NativeWords)vmovl_u16(vld1_u16(from));
 #else
     return NativeWords{from[0], from[1], from[2], from[3]};
 #endif
@@ -235,6 +269,8 @@ DELTIC_INLINE void to_u16(uint16_t *to, Words v) {
     v = v & 0xffff;  // what would be clamped
     __m256i both = _mm256_packus_epi32((__m256i)v.part[0], (__m256i)v.part[1]);
     _mm256_storeu_si256((__m256i *)to, _mm256_permute4x64_epi64(both, 0xd8));
+#elif defined(__aarch64__)
+    for (int i = 0; i < 4; ++i) vst1_u16(to + 4 * i, vmovn_u32((uint32x4_t)v.part[i]));
 #else
     for (int i = 0; i < kLanes; ++i) to[i] = uint16_t(v[i]);
 #endif
@@ -250,6 +286,11 @@ DELTIC_INLINE void to_s8(int8_t *to, Ints v) {
     __m256i both = _mm256_or_si256(_mm256_shuffle_epi8((__m256i)v.part[0], low),
                                    _mm256_shuffle_epi8((__m256i)v.part[1], high));
     _mm_storeu_si128((__m128i *)to, _mm_or_si128(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1)));
+#elif defined(__aarch64__)
+    for (int i = 0; i < 2; ++i) {
+        int16x4_t low = vmovn_s32((int32x4_t)v.part[2 * i]), high = vmovn_s32((int32x4_t)v.part[2 * i + 1]);
+        vst1_s8(to + 8 * i, vmovn_s16(vcombine_s16(low, high)));
+    }
 #else
     for (int i = 0; i < kLanes; ++i) to[i] = int8_t(v[i]);
 #endif
@@ -297,6 +338,8 @@ DELTIC_INLINE Native native_half(const uint16_t *from) {
     return (Native)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 #elif defined(__F16C__)
     return (Native)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#elif defined(__aarch64__)
+    return (Native)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
 #else
     NativeWords bits = native_u16(from), sign = (bits & 0x8000) << 16, rest = bits & 0x7fff;
     // The exponent is rebased by a product, which also normalises subnormals.
@@ -335,6 +378,21 @@ DELTIC_INLINE Floats from_halves(Words v) {
     to_u16(bits, v);
     return load_half(bits);
 }
+#elif defined(__aarch64__)
+// NaN becomes 0x7e00, as it does where there is no such instruction.
+DELTIC_INLINE uint16x4_t halves(Native v) {
+    uint16x4_t sound = vmovn_u32((uint32x4_t)(v == v));
+    return vbsl_u16(sound, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v)), vdup_n_u16(0x7e00));
+}
+DELTIC_INLINE void store_narrow(Half *to, Floats v) {
+    for (int i = 0; i < 4; ++i) vst1_u16((uint16_t *)to + 4 * i, halves(v.part[i]));
+}
+DELTIC_INLINE Native rounded_half(Native v) { return (Native)vcvt_f32_f16(vreinterpret_f16_u16(halves(v))); }
+DELTIC_INLINE Floats from_halves(Words v) {
+    return by_part<Floats>([&](int i) DELTIC_INLINE_LAMBDA {
+        return (Native)vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32((uint32x4_t)v.part[i])));
+    });
+}
 #else
 DELTIC_INLINE uint16_t half_of(float value) { return value != value ? 0x7e00 : narrow_half(value); }
 DELTIC_INLINE void store_narrow(Half *to, Floats v) {
@@ -365,6 +423,8 @@ DELTIC_INLINE NativeBytes lookup(NativeBytes table, NativeBytes codes) {
     return (NativeBytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
 #elif defined(__AVX2__)
     return (NativeBytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
+#elif defined(__aarch64__)
+    return (NativeBytes)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)codes);
 #else
     for (int i = 0; i < 4 * kNative; ++i) codes[i] = table[codes[i]];
     return codes;
@@ -443,6 +503,9 @@ DELTIC_INLINE float max_lanes(Floats v) {
 DELTIC_INLINE int32_t max_lanes(Ints v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_epi32((__m512i)v);
+#elif defined(__aarch64__)
+    int32x4_t low = vmaxq_s32((int32x4_t)v.part[0], (int32x4_t)v.part[1]);
+    return vmaxvq_s32(vmaxq_s32(low, vmaxq_s32((int32x4_t)v.part[2], (int32x4_t)v.part[3])));
 #else
     int32_t lane[16];
     store(lane, v);
@@ -451,6 +514,17 @@ DELTIC_INLINE int32_t max_lanes(Ints v) {
     return lane[0];
 #endif
 }
+#if defined(__aarch64__)
+// Four vectors, turned.
+DELTIC_INLINE void turn_four(uint32x4_t v[4]) {
+    uint64x2_t a = (uint64x2_t)vzip1q_u32(v[0], v[1]), b = (uint64x2_t)vzip2q_u32(v[0], v[1]);
+    uint64x2_t c = (uint64x2_t)vzip1q_u32(v[2], v[3]), d = (uint64x2_t)vzip2q_u32(v[2], v[3]);
+    v[0] = (uint32x4_t)vzip1q_u64(a, c);
+    v[1] = (uint32x4_t)vzip2q_u64(a, c);
+    v[2] = (uint32x4_t)vzip1q_u64(b, d);
+    v[3] = (uint32x4_t)vzip2q_u64(b, d);
+}
+#endif
 // Sixteen vectors, turned: lane j of the i-th becomes lane i of the j-th.
 DELTIC_INLINE void turn(Words v[16]) {
 #if defined(__AVX512F__)
@@ -476,6 +550,21 @@ DELTIC_INLINE void turn(Words v[16]) {
         r[4 + j] = _mm512_shuffle_i32x4(odd01, odd23, 0x88);
         r[12 + j] = _mm512_shuffle_i32x4(odd01, odd23, 0xdd);
     }
+#elif defined(__aarch64__)
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j <= i; ++j) {
+            uint32x4_t below[4], above[4];
+            for (int k = 0; k < 4; ++k) {
+                below[k] = (uint32x4_t)v[4 * i + k].part[j];
+                above[k] = (uint32x4_t)v[4 * j + k].part[i];
+            }
+            turn_four(below);
+            turn_four(above);
+            for (int k = 0; k < 4; ++k) {
+                v[4 * j + k].part[i] = (NativeWords)below[k];
+                v[4 * i + k].part[j] = (NativeWords)above[k];
+            }
+        }
 #else
     for (int i = 0; i < 16; ++i)
         for (int j = 0; j < i; ++j) {
@@ -496,6 +585,16 @@ template <typename Join> DELTIC_INLINE Ints of_four(const Ints v[4], Join &&join
     __m512i all = both(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
     all = both(all, _mm512_shuffle_i32x4(all, all, 0x4e));
     return (Ints)both(all, _mm512_shuffle_i32x4(all, all, 0xb1));
+#elif defined(__aarch64__)
+    Ints parts[4];  // part k of all four
+    for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 4; ++k) parts[k].part[i] = v[i].part[k];
+    Ints all = join(join(parts[0], parts[1]), join(parts[2], parts[3]));
+    uint32x4_t turned[4];
+    for (int i = 0; i < 4; ++i) turned[i] = (uint32x4_t)all.part[i];
+    turn_four(turned);
+    for (int j = 0; j < 4; ++j) parts[j] = by_part<Ints>([&](int) { return (NativeInts)turned[j]; });
+    return join(join(parts[0], parts[1]), join(parts[2], parts[3]));
 #else
     Ints turned[4], all;
     for (int i = 0; i < kLanes; ++i)
@@ -518,6 +617,8 @@ DELTIC_INLINE void sum16(const int8_t *from, int32_t sums[2]) {
     int64_t of8[4];
     _mm256_storeu_si256((__m256i *)of8, _mm256_sad_epu8(above, _mm256_setzero_si256()));
     for (int half = 0; half < 2; ++half) sums[half] = int32_t(of8[2 * half] + of8[2 * half + 1]) - 16 * 128;
+#elif defined(__aarch64__)
+    for (int half = 0; half < 2; ++half) sums[half] = vaddlvq_s8(vld1q_s8(from + 16 * half));
 #else
     for (int half = 0; half < 2; ++half) {
         int32_t sum = 0;

@@ -424,6 +424,8 @@ def test_missing_cpu_level_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert caught.value.option == "cpu_level"
     for level in ("auto", "avx2", "portable"):
         overlay(level)
+    with pytest.raises(ConfigError, match="cpu_level=i8mm: other processors have this level; use auto or portable, "):
+        overlay("i8mm")
 
 
 # Memory

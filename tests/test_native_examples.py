@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -220,4 +221,9 @@ def test_constants_agree() -> None:
     assert len(of_files) > 10 and all(BY_NAME[name].id == number for name, number in of_files.items())
     levels = re.findall(r"DELTIC_(\w+)", re.findall(r"enum \{( DELTIC_PORTABLE[^}]*)\}", HEADER)[0])
     assert levels.pop() == "LEVELS"
-    assert tuple(level.removesuffix("_LEVEL").lower() for level in levels) == library.LEVELS == CPU_LEVELS[1:]
+    x86 = tuple(level.removesuffix("_LEVEL").lower() for level in levels)
+    names = re.findall(r"DELTIC_(\w+)", re.findall(r"enum \{( DELTIC_ARM_PORTABLE[^}]*)\}", HEADER)[0])
+    arm = tuple(name.removeprefix("ARM_").lower() for name in names)
+    assert (*x86, *arm[1:]) == CPU_LEVELS[1:] and library.LEVELS in (x86, arm)
+    build = runpy.run_path(str(ROOT / "hatch_build.py"), run_name="hatch_build")
+    assert (tuple(build["LEVELS"]), tuple(build["ARM_LEVELS"])) == (x86, arm)

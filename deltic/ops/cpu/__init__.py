@@ -102,10 +102,14 @@ def _number(level: str) -> int:
             raise ConfigError(f"cpu_level={level}: {loaded}", "cpu_level")
         return 0
     best = int(loaded.deltic_best_level())
-    number = best if level == "auto" else LEVELS.index(level)
-    if number > best:
+    if level == "auto":
+        return best
+    if level not in LEVELS:
+        raise ConfigError(f"cpu_level={level}: other processors have this level; use auto or {', '.join(LEVELS)}",
+                          "cpu_level")
+    if LEVELS.index(level) > best:
         raise ConfigError(f"cpu_level={level}: this processor has {LEVELS[best]} at most", "cpu_level")
-    return number
+    return LEVELS.index(level)
 
 
 def use_torch_threads(ops: Ops, count: int) -> None:

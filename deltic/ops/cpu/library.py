@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,8 +28,9 @@ Result = TypeVar("Result")
 _COMPILED = {"deltic_abi": 17, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL, "deltic_slices": SLICES}
 """Constants that the library must return, so that both sides agree on layouts."""
 _NO_MEMORY, _READ_FAILED = -1, -3
-LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
-"""Processor levels by number."""
+_ARM_LEVELS = ("portable", "dotprod", "i8mm")
+LEVELS = _ARM_LEVELS if platform.machine() in ("aarch64", "arm64") else ("portable", "avx2", "avx512", "vnni", "bf16")
+"""Processor levels of this machine by number."""
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 KV_KINDS = {**KINDS, INT4: 1000}
 """Type numbers of caches."""
