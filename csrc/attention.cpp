@@ -174,13 +174,13 @@ DELTIC_INLINE void transpose(const void *from, int64_t stride, Words out[kLanes]
         for (int j = 0; j < kLanes; j += 4) {
             Quad r0 = load<Quad>(row(i) + 4 * j), r1 = load<Quad>(row(i + 1) + 4 * j);
             Quad r2 = load<Quad>(row(i + 2) + 4 * j), r3 = load<Quad>(row(i + 3) + 4 * j);
-            Quad a = __builtin_shuffle(r0, r1, Quad{0, 4, 1, 5}), b = __builtin_shuffle(r0, r1, Quad{2, 6, 3, 7});
-            Quad c = __builtin_shuffle(r2, r3, Quad{0, 4, 1, 5}), d = __builtin_shuffle(r2, r3, Quad{2, 6, 3, 7});
+            Quad a = DELTIC_SHUFFLE(r0, r1, 0, 4, 1, 5), b = DELTIC_SHUFFLE(r0, r1, 2, 6, 3, 7);
+            Quad c = DELTIC_SHUFFLE(r2, r3, 0, 4, 1, 5), d = DELTIC_SHUFFLE(r2, r3, 2, 6, 3, 7);
             auto to = [&](int n) { return reinterpret_cast<char *>(out + j + n) + 4 * i; };
-            store(to(0), __builtin_shuffle(a, c, Quad{0, 1, 4, 5}));
-            store(to(1), __builtin_shuffle(a, c, Quad{2, 3, 6, 7}));
-            store(to(2), __builtin_shuffle(b, d, Quad{0, 1, 4, 5}));
-            store(to(3), __builtin_shuffle(b, d, Quad{2, 3, 6, 7}));
+            store(to(0), DELTIC_SHUFFLE(a, c, 0, 1, 4, 5));
+            store(to(1), DELTIC_SHUFFLE(a, c, 2, 3, 6, 7));
+            store(to(2), DELTIC_SHUFFLE(b, d, 0, 1, 4, 5));
+            store(to(3), DELTIC_SHUFFLE(b, d, 2, 3, 6, 7));
         }
 #endif
 }

@@ -22,6 +22,12 @@
 #endif
 #define DELTIC_INLINE inline __attribute__((always_inline))
 #define DELTIC_INLINE_LAMBDA __attribute__((always_inline))
+// Lanes of two vectors of the same four lanes; g++ has clang's form from version 12 on.
+#if defined(__clang__)
+#define DELTIC_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define DELTIC_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, decltype(a < b){__VA_ARGS__})
+#endif
 
 namespace deltic::DELTIC_LEVEL {
 namespace {
