@@ -94,13 +94,14 @@ def compile_library(sources: Path, library: Path, tag: str = "") -> str | None:
     """
     compiler = [sys.executable, "-m", "ziglang", "c++", "-target", TARGETS[tag], "-g0"] if tag else [
         os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or ""]
+    include = ["-include", str(sources / "glibc.h")] if "linux" in tag else []
     if not compiler[0]:
         return "there is no C++ compiler (install g++, then reinstall)"
     name, machine = ("zig", TARGETS[tag].partition("-")[0]) if tag else (compiler[0], platform.machine())
     library.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as directory, ThreadPoolExecutor(os.cpu_count()) as pool:
         objects, fresh = Path(directory), library.with_suffix(".new")
-        commands = [[*compiler, *FLAGS, *flags, "-c", str(source), "-o", str(objects / f"{unit}.o")]
+        commands = [[*compiler, *FLAGS, *include, *flags, "-c", str(source), "-o", str(objects / f"{unit}.o")]
                     for unit, source, flags in _units(sources, machine)]
         for error in pool.map(_run, commands):
             if error:
