@@ -2,8 +2,8 @@
 
     pytest -p kernel_bits --kernel-bits FILE tests/test_ops_cpu.py
 
-Two compilations of the kernels are the same if their files are. Numbers are those of the tensors and arrays that functions
-of the tests and of `deltic/ops/cpu` hold when they return.
+Two compilations of the kernels are the same if their files are. The numbers are those of all tensors and arrays that
+functions of the tests and of `deltic/ops/cpu` hold when they return.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def test_a_cuda_build_without_a_gpu_is_a_warning_with_its_size(monkeypatch):
     def package(name, *sizes):
         return SimpleNamespace(name=name, files=[SimpleNamespace(size=size) for size in sizes])
 
-    found = [package("torch", GIB, None), package("torchao", GIB), package("nvidia-cublas", GIB, GIB), package("numpy", GIB)]
+    found = [package("torch", GIB, None), package("torchao", GIB), package("nvidia-cublas", GIB, GIB)]
     monkeypatch.setattr(doctor, "distributions", lambda: found)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")

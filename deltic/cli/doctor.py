@@ -166,8 +166,8 @@ def _cuda_for_nothing(version: str) -> Iterator[Fault]:
     if "torch" not in found:  # compiled here
         return
     size = sum(file.size or 0 for dist in found.values() for file in dist.files or ())
-    yield "warning", (f"to save most of {gib(size)} of disk: pip uninstall -y {' '.join(sorted(found))}; then pip install "
-                      f"torch=={version.partition('+')[0]} --index-url {_CPU_INDEX}")
+    yield "warning", (f"to save most of {gib(size)} of disk: pip uninstall -y {' '.join(sorted(found))}; then "
+                      f"pip install torch=={version.partition('+')[0]} --index-url {_CPU_INDEX}")
 
 
 def _has_nvidia() -> bool:
