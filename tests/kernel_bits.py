@@ -1,6 +1,6 @@
 """A pytest plugin: writes a digest of all numbers that the native kernels gave to each test.
 
-    pytest -p kernel_bits --kernel-bits FILE tests/test_ops_cpu.py
+    PYTHONPATH=tests pytest -p kernel_bits --kernel-bits FILE tests/test_ops_cpu.py
 
 Two compilations of the kernels are the same if their files are. The numbers are those of all tensors and arrays that
 functions of the tests and of `deltic/ops/cpu` hold when they return.
