@@ -259,8 +259,9 @@ def test_zig_and_this_compiler_compute_the_same_bits(place: Path, tmp_path: Path
     for name, library in (("wheel", wheels), ("compiler", ROOT / hatch_build.LIBRARY)):
         site = package_with(library, tmp_path / name)
         out = tmp_path / f"{name}.json"
-        subprocess.run([sys.executable, "-m", "pytest", "-p", "kernel_bits", "--kernel-bits", str(out), "-k", "not in_torch",
-                        *(str(ROOT / "tests" / f"{test}.py") for test in OP_TESTS)], check=True, cwd=site,
+        subprocess.run([sys.executable, "-m", "pytest", "-p", "kernel_bits", "--kernel-bits", str(out), "-k",
+                        "not in_torch", *(str(ROOT / "tests" / f"{test}.py") for test in OP_TESTS)],
+                       check=True, cwd=site,
                        env=os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT / 'tests'}"})
         digests[name] = json.loads(out.read_text(encoding="utf-8"))
     assert len(digests["wheel"]) > 100
