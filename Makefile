@@ -7,7 +7,7 @@ TOGETHER := --numprocesses 3 --dist loadfile
 # Tests start many interpreters, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-all test-gpu test-lowest quick lint bench clean
+.PHONY: run test test-all test-gpu test-lowest quick lint bench wheels clean
 
 run: .venv/.installed
 	$(BIN)/deltic run "What is the capital of France?"
@@ -43,6 +43,11 @@ test-lowest: .venv/.installed-dev
 lint: .venv/.installed-dev
 	$(BIN)/ruff check deltic tests examples bench
 	$(BIN)/mypy
+
+# The sdist and the wheels of all platforms, in dist/. zig compiles them, for this machine, too.
+wheels: .venv/bin/python
+	$(INSTALL) build
+	$(BIN)/python hatch_build.py --wheels
 
 bench: .venv/.installed-dev
 	$(BIN)/python bench/run.py

@@ -1,5 +1,12 @@
 """Compiles csrc/ into the package, also for editable installs. Without a compiler the install still works: the torch
-ops then serve everything. `python hatch_build.py` compiles in place, without an install."""
+ops then serve everything.
+
+    python hatch_build.py             compiles in place, without an install
+    python hatch_build.py --wheels    writes the sdist and the wheels of all platforms to dist/
+    DELTIC_WHEEL_TARGET=macosx_11_0_arm64 python -m build --wheel     one wheel
+
+Wheels are compiled with zig, which brings the headers and libraries of every platform. pip installs it for the build.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +31,13 @@ except ImportError:  # run as a program, to compile in place
 LIBRARY = "deltic/ops/cpu/libdeltic.so"
 HEADER = "deltic/ops/cpu/deltic.h"
 """The C interface, beside the library for those who call it from other languages."""
+TARGETS = {
+    "manylinux_2_28_x86_64": "x86_64-linux-gnu.2.28",
+    "manylinux_2_28_aarch64": "aarch64-linux-gnu.2.28",
+    "macosx_11_0_arm64": "aarch64-macos.11.0",
+}
+"""What DELTIC_WHEEL_TARGET may be, the platform tag of the wheel, and the platform's name for zig."""
+ZIG = "ziglang==0.17.1"
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-pthread", "-w", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
          "-fno-strict-aliasing")
 PER_LEVEL = ("linear", "gdn", "attention", "elementwise", "sample", "encode", "rows")
@@ -48,43 +62,75 @@ ARM_LEVELS: dict[str, tuple[str, ...]] = {
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     """Called by hatchling before it packs or links the package."""
 
+    def dependencies(self) -> list[str]:
+        """What the build needs besides hatchling."""
+        return [ZIG] if wheel_target() else []
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and tell hatchling to ship what was compiled."""
-        root = Path(self.root)
-        problem = compile_library(root / "csrc", root / LIBRARY)
+        """Compiles, and makes hatchling ship the result. version: standard or editable."""
+        root, tag = Path(self.root), "" if version == "editable" else wheel_target()
+        library = root / "build" / tag / "libdeltic.so" if tag else root / LIBRARY
+        problem = compile_library(root / "csrc", library, tag)
+        if problem and tag:
+            raise RuntimeError(problem)
         if problem:
             print(f"deltic: no native CPU kernels, torch serves all ops: {problem}", file=sys.stderr)
             return
-        build_data["artifacts"] += [LIBRARY, HEADER]
+        if tag:
+            build_data["force_include"] |= {str(library.with_name(Path(name).name)): name for name in (LIBRARY, HEADER)}
+        else:
+            build_data["artifacts"] += [LIBRARY, HEADER]
         build_data["pure_python"] = False
-        # any Python of this machine's kind: the library knows nothing of Python
-        build_data["tag"] = f"py3-none-{re.sub('[-.]', '_', sysconfig.get_platform())}"
+        # any Python of this platform: the library does not use Python
+        build_data["tag"] = f"py3-none-{tag or re.sub('[-.]', '_', sysconfig.get_platform())}"
 
 
-def compile_library(sources: Path, target: Path) -> str | None:
-    """Compile the sources to `target`, in parallel, their header beside it; returns why it could not be done."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if not compiler:
+def wheel_target() -> str:
+    """The platform tag that the environment asks for; empty: this machine, with its own compiler."""
+    tag = os.environ.get("DELTIC_WHEEL_TARGET", "")
+    if tag and tag not in TARGETS:
+        raise ValueError(f"DELTIC_WHEEL_TARGET={tag}: must be one of {', '.join(TARGETS)}")
+    return tag
+
+
+def compile_library(sources: Path, library: Path, tag: str = "") -> str | None:
+    """Compiles the sources in parallel, and copies their header to the library's directory. Returns an error.
+
+    tag: the platform of a wheel, which zig compiles for. Without it, this machine's compiler compiles.
+    """
+    compiler = [sys.executable, "-m", "ziglang", "c++", "-target", TARGETS[tag], "-g0"] if tag else [
+        os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or ""]
+    include = ["-include", str(sources / "glibc.h")] if "linux" in tag else []
+    if not compiler[0]:
         return "there is no C++ compiler (install g++, then reinstall)"
+    name, machine = ("zig", TARGETS[tag].partition("-")[0]) if tag else (compiler[0], platform.machine())
+    library.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as directory, ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects, fresh = Path(directory), target.with_suffix(".new")
-        commands = [[compiler, *FLAGS, *flags, "-c", str(source), "-o", str(objects / f"{name}.o")]
-                    for name, source, flags in _units(sources)]
+        objects, fresh = Path(directory), library.with_suffix(".new")
+        commands = [[*compiler, *FLAGS, *include, *flags, "-c", str(source), "-o", str(objects / f"{unit}.o")]
+                    for unit, source, flags in _units(sources, machine)]
         for error in pool.map(_run, commands):
             if error:
-                return f"{compiler} failed: {error}"
-        error = _run([compiler, "-shared", "-pthread", *map(str, sorted(objects.glob("*.o"))), "-o", str(fresh), "-ldl"])
+                return f"{name} failed: {error}"
+        linked = [*map(str, sorted(objects.glob("*.o"))), "-o", str(fresh), "-ldl"]
+        error = _run([*compiler, "-shared", "-pthread", *linked])
         if error:
             fresh.unlink(missing_ok=True)
-            return f"{compiler} failed: {error}"
-        fresh.replace(target)
-        shutil.copyfile(sources / "deltic.h", target.with_name("deltic.h"))
+            return f"{name} failed: {error}"
+        fresh.replace(library)
+        shutil.copyfile(sources / "deltic.h", library.with_name("deltic.h"))
     return None
 
 
-def _units(sources: Path) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
+def build_all(root: Path) -> None:
+    """Writes the sdist and the wheel of each platform to dist/, with the package `build`."""
+    for tag in ("", *TARGETS):
+        subprocess.run([sys.executable, "-m", "build", "--wheel" if tag else "--sdist", str(root)], check=True,
+                       env=os.environ | {"DELTIC_WHEEL_TARGET": tag})
+
+
+def _units(sources: Path, machine: str) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
     """What is compiled: name of the object, source, flags."""
-    machine = platform.machine()
     levels = LEVELS if machine == "x86_64" else ARM_LEVELS if machine in ("aarch64", "arm64") else {"portable": ()}
     for source in sorted(sources.glob("*.cpp")):
         if source.stem not in PER_LEVEL:
@@ -101,4 +147,4 @@ def _run(command: list[str]) -> str | None:
 
 if __name__ == "__main__":
     ROOT = Path(__file__).resolve().parent
-    sys.exit(compile_library(ROOT / "csrc", ROOT / LIBRARY))
+    sys.exit(build_all(ROOT) if "--wheels" in sys.argv else compile_library(ROOT / "csrc", ROOT / LIBRARY))

@@ -59,8 +59,11 @@ int64_t proc_entry(const char *path, const char *key, std::string *text = nullpt
 }
 
 int64_t processors() {
+#if defined(__linux__)
     cpu_set_t own;
-    return sched_getaffinity(0, sizeof own, &own) ? std::thread::hardware_concurrency() : CPU_COUNT(&own);
+    if (!sched_getaffinity(0, sizeof own, &own)) return CPU_COUNT(&own);
+#endif
+    return std::thread::hardware_concurrency();
 }
 
 void set_name(deltic_device_properties &properties, const std::string &name) {

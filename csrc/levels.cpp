@@ -1,5 +1,7 @@
 #include "levels.hpp"
 
+#include "processor.hpp"
+
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -39,18 +41,16 @@ int arm_level() {
 }
 #elif defined(__aarch64__)
 int arm_level() { return DELTIC_PORTABLE; }
+#elif defined(__x86_64__)
+const Processor kProcessor = detect_processor();
 #endif
 
 int best_level() {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    auto has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (!has_avx2) return DELTIC_PORTABLE;
-    auto has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (!has_avx512) return DELTIC_AVX2;
-    if (!__builtin_cpu_supports("avx512vnni")) return DELTIC_AVX512;
-    return __builtin_cpu_supports("avx512bf16") ? DELTIC_BF16_LEVEL : DELTIC_VNNI;
+    if (!kProcessor.avx2) return DELTIC_PORTABLE;
+    if (!kProcessor.avx512) return DELTIC_AVX2;
+    if (!kProcessor.vnni) return DELTIC_AVX512;
+    return kProcessor.bf16 ? DELTIC_BF16_LEVEL : DELTIC_VNNI;
 #elif defined(__aarch64__)
     return arm_level();
 #else
@@ -62,7 +62,7 @@ int best_level() {
 
 int64_t fetch_ahead() {
 #if defined(__x86_64__)
-    if (__builtin_cpu_is("intel")) return 4096;  // 1.2 times as fast as 1536 (Emerald Rapids), no slower up to 16384
+    if (kProcessor.intel) return 4096;  // 1.2 times as fast as 1536 (Emerald Rapids), no slower up to 16384
 #endif
     return 1536;  // from 2048 on Zen 4 loses its own view of the stream, and a third of the speed
 }

@@ -111,6 +111,24 @@ def test_gpus_are_named_and_an_unused_gpu_is_a_warning(monkeypatch):
     assert fact.endswith("for sm_80 (163 KiB a block, copies of 16 bytes, mma.sync); we have not measured this card")
 
 
+def test_a_cuda_build_without_a_gpu_is_a_warning_with_its_size(monkeypatch):
+    def package(name, *sizes):
+        return SimpleNamespace(name=name, files=[SimpleNamespace(size=size) for size in sizes])
+
+    found = [package("torch", GIB, None), package("torchao", GIB), package("nvidia-cublas", GIB, GIB)]
+    monkeypatch.setattr(doctor, "distributions", lambda: found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    advice = ("to save most of 3.0 GiB of disk: pip uninstall -y nvidia-cublas torch; then pip install torch==2.13.0 "
+              "--index-url https://download.pytorch.org/whl/cpu")
+    assert "without an NVIDIA GPU" in problem(doctor.check_torch, "warning", advice)
+    found.pop(0)
+    assert look(doctor.check_torch).state == "ok", "torch was compiled here"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "CPU build, no CUDA device" in look(doctor.check_torch).fact
+
+
 def test_unusable_kernels(monkeypatch, tmp_path):
     kernels(monkeypatch, tmp_path / "libdeltic.so", error=MISSING)
     fact = problem(doctor.check_kernels, "warning", "pip install -e")

@@ -9,8 +9,9 @@ import platform
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import distributions
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -125,6 +126,9 @@ _SOURCE = Path(__file__).parents[2]
 _INSTALL_CUDA = "install a CUDA build of the same torch (https://pytorch.org/get-started), and models run on it"
 _CHECK_DRIVER = ("check with nvidia-smi that the driver runs and is not older than that CUDA version; a container "
                  "needs access to the GPU (--gpus all)")
+_CUDA_PACKAGES = ("torch", "triton", "nvidia", "cuda")
+"""The CUDA build of torch and its dependencies: names, or their first words."""
+_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _LITTLE_DISK = 5 << 30
 
 
@@ -148,10 +152,22 @@ def check_torch(args: argparse.Namespace) -> Finding:
     if not count and _has_nvidia():
         return Finding.of("torch", f"{fact}, which cannot use this machine's NVIDIA GPU",
                           ("warning", _CHECK_DRIVER if cuda else _INSTALL_CUDA))
+    if cuda and not count:
+        return Finding.of("torch", f"{fact}, on a machine without an NVIDIA GPU", *_cuda_for_nothing(torch.__version__))
     from deltic.ops.capabilities import gpu_kernels
 
     found = [f"{torch.cuda.get_device_name(index)}, kernels {gpu_kernels(f'cuda:{index}')}" for index in range(count)]
     return Finding.of("torch", f"{fact}, {'; '.join(found) or 'no CUDA device'}")
+
+
+def _cuda_for_nothing(version: str) -> Iterator[Fault]:
+    """Advice to replace a CUDA build of torch, with the size of its files and of the packages that only it needs."""
+    found = {dist.name: dist for dist in distributions() if dist.name.partition("-")[0] in _CUDA_PACKAGES}
+    if "torch" not in found:  # compiled here
+        return
+    size = sum(file.size or 0 for dist in found.values() for file in dist.files or ())
+    yield "warning", (f"to save most of {gib(size)} of disk: pip uninstall -y {' '.join(sorted(found))}; then "
+                      f"pip install torch=={version.partition('+')[0]} --index-url {_CPU_INDEX}")
 
 
 def _has_nvidia() -> bool:

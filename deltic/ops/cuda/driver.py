@@ -98,6 +98,8 @@ def _nvrtc() -> ctypes.CDLL:
     libraries = sorted(path for entry in sys.path for path in Path(entry or ".").glob("nvidia/*/lib/libnvrtc.so.*"))
     for name in (*map(str, reversed(libraries)), "libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"):
         try:
+            for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*") if "/" in name else ():
+                ctypes.CDLL(str(builtins))  # NVRTC 13.0 opens it by its name and does not look in its own directory
             return ctypes.CDLL(name)
         except OSError:
             continue
