@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -113,6 +114,13 @@ DELTIC_INLINE Ints operator<(const Ints &a, int32_t b) {
     return by_part<Ints>([&](int i) DELTIC_INLINE_LAMBDA { return a.part[i] < b; });
 }
 #endif
+
+// body(integral constant) for 0 .. Count - 1.
+template <int Count, typename Body> constexpr DELTIC_INLINE void unrolled(Body &&body) {
+    [&]<int... I>(std::integer_sequence<int, I...>) DELTIC_INLINE_LAMBDA {
+        (body(std::integral_constant<int, I>{}), ...);
+    }(std::make_integer_sequence<int, Count>{});
+}
 
 DELTIC_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 DELTIC_INLINE int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
@@ -373,9 +381,11 @@ DELTIC_INLINE NativeBytes lookup(NativeBytes table, NativeBytes codes) {
 
 #if defined(__AVX512F__) || !defined(__AVX2__)  // else `dots` has its own way, which depends on the bits of the codes
 // Per lane: acc + the four unsigned bytes of the lane times the four signed bytes of `x`, which all share. Exact.
-DELTIC_INLINE NativeInts dot4(NativeInts acc, NativeBytes codes, int32_t x) {
+DELTIC_INLINE NativeInts dot4(NativeInts acc, NativeBytes codes, const int32_t &x) {
 #if defined(__AVX512VNNI__)
-    return (NativeInts)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, _mm512_set1_epi32(x));
+    // compilers load what is broadcast into a register of its own, and then run out of registers
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(codes), "m"(x));
+    return acc;
 #elif defined(__AVX512BW__)
     // by 16-bit products: pairs of 8-bit products would saturate
     __m512i even = _mm512_and_si512((__m512i)codes, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16((__m512i)codes, 8);
@@ -394,9 +404,10 @@ DELTIC_INLINE NativeInts dot4(NativeInts acc, NativeBytes codes, int32_t x) {
 #endif
 
 // Per lane: acc + two signed 16-bit numbers of the lane times the two of `x`, the same for all lanes. Exact.
-DELTIC_INLINE NativeInts dot2(NativeInts acc, NativeInts pairs, int32_t x) {
+DELTIC_INLINE NativeInts dot2(NativeInts acc, NativeInts pairs, const int32_t &x) {
 #if defined(__AVX512VNNI__)
-    return (NativeInts)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)pairs, _mm512_set1_epi32(x));
+    asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(pairs), "m"(x));
+    return acc;
 #elif defined(__AVX2__) && !defined(__AVX512F__)
     return acc + (NativeInts)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(x));
 #else
