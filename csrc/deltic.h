@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Changes whenever something below does. */
-#define DELTIC_ABI 16
+#define DELTIC_ABI 17
 int deltic_abi(void);
 
 /* Tokens of a page, entries of a unit of a replay ring, rows of a matrix that are packed together, slices of columns that
@@ -32,7 +32,7 @@ int deltic_slices(void);
 
 /* ---- Processor levels: which instructions the kernels use. Results differ between levels by rounding. */
 
-enum { DELTIC_PORTABLE, DELTIC_AVX2, DELTIC_AVX512, DELTIC_VNNI, DELTIC_BF16_LEVEL, DELTIC_LEVELS };
+enum { DELTIC_PORTABLE, DELTIC_AVX2, DELTIC_AVX512, DELTIC_VNNI, DELTIC_BF16_LEVEL, DELTIC_AMX, DELTIC_LEVELS };
 
 /* The best level of this processor. */
 int deltic_best_level(void);

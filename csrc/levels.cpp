@@ -1,19 +1,44 @@
 #include "levels.hpp"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
 namespace deltic {
 namespace {
 
-#define DELTIC_TABLE(level) {level::linear,    level::linear_fine, level::linear_many, level::gdn, level::attention,   \
-                             level::fold_ring, level::store_kv,    level::add_norm,    level::silu_mul, level::top,    \
-                             level::adjust,    level::draw_any,    level::full_attention, level::layer_norm,           \
-                             level::gelu,      level::add_bias,    level::dots,        level::gate_rounded}
+#define DELTIC_TABLE(level, products)                                                                                  \
+    {products::linear, products::linear_fine, products::linear_many, level::gdn, level::attention, level::fold_ring,   \
+     level::store_kv,  level::add_norm,       level::silu_mul,       level::top, level::adjust,    level::draw_any,    \
+     level::full_attention, level::layer_norm, level::gelu, level::add_bias, level::dots, level::gate_rounded}
 
 constexpr Kernels kTables[] = {
-    DELTIC_TABLE(portable),
+    DELTIC_TABLE(portable, portable),
 #if defined(__x86_64__)
-    DELTIC_TABLE(avx2), DELTIC_TABLE(avx512), DELTIC_TABLE(vnni), DELTIC_TABLE(bf16),
+    DELTIC_TABLE(avx2, avx2), DELTIC_TABLE(avx512, avx512), DELTIC_TABLE(vnni, vnni),
+    DELTIC_TABLE(bf16, bf16), DELTIC_TABLE(bf16, amx),
 #endif
 };
+
+#if defined(__x86_64__)
+// Whether the processor has AMX with products of bytes and of bfloat16, and Linux lets this process use its registers.
+bool may_use_amx() {
+    unsigned a, b, c, features;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &features)) return false;
+    constexpr unsigned kNeeded = 1u << 22 | 1u << 24 | 1u << 25;  // bfloat16, tiles, bytes
+    if ((features & kNeeded) != kNeeded) return false;
+#if defined(__linux__)
+    constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+#endif
 
 int best_level() {
 #if defined(__x86_64__)
@@ -24,7 +49,9 @@ int best_level() {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (!has_avx512) return DELTIC_AVX2;
     if (!__builtin_cpu_supports("avx512vnni")) return DELTIC_AVX512;
-    return __builtin_cpu_supports("avx512bf16") ? DELTIC_BF16_LEVEL : DELTIC_VNNI;
+    if (!__builtin_cpu_supports("avx512bf16")) return DELTIC_VNNI;
+    static const bool amx = may_use_amx();
+    return amx ? DELTIC_AMX : DELTIC_BF16_LEVEL;
 #else
     return DELTIC_PORTABLE;
 #endif

@@ -150,14 +150,13 @@ void round_token(const float *x, int64_t columns, int block, const Int8Tile &til
         bool sick = rounded.scale != rounded.scale;
         scales[b * tokens + t] = rounded.scale;
         for (int64_t g = b * block / 32; g < (b + 1) * block / 32; ++g) {
-            int32_t eight[8], sum[2];
-            for (int half = 0; half < 2; ++half) {
+            int32_t sum[2];
+            auto integers = [&](int64_t from) DELTIC_INLINE_LAMBDA {
                 // adding 1.5 * 2^23 rounds to an integer, ties to even
-                Floats v = loadf(x + 32 * g + 16 * half) * rounded.inverse + 12582912.0f;
-                to_s8((int8_t *)(eight + 4 * half), sick ? Ints{} : (Ints)v - 0x4b400000);
-            }
-            std::memcpy(codes + 8 * (g * tokens + t), eight, sizeof eight);
-            sum16((const int8_t *)eight, sum);
+                Floats v = loadf(x + from) * rounded.inverse + 12582912.0f;
+                return sick ? Ints{} : (Ints)v - 0x4b400000;
+            };
+            to_s8((int8_t *)(codes + 8 * (g * tokens + t)), integers(32 * g), integers(32 * g + 16), sum);
             int both = sum[0] + sum[1];
             whole16[2 * g * tokens + t] = -128 * sum[0];
             whole16[(2 * g + 1) * tokens + t] = -128 * sum[1];
@@ -272,12 +271,15 @@ void fill_tile(const Product &product, int64_t first, int64_t columns, int token
         } else if (form == kBfloat16) {
             for (int64_t k = 0; k < columns; k += kLanes) {
                 int64_t count = columns - k < kLanes ? columns - k : kLanes;
+                if (kAmx) {
+                    Floats numbers = count < kLanes ? load_part(x + k, count) : loadf(x + k);
+                    store_narrow((uint16_t *)(tile + t * token_words(form, columns)) + k, numbers);
+                    continue;
+                }
                 int32_t pairs[kLanes / 2];
                 store_narrow((uint16_t *)pairs, load_part(x + k, count));
                 for (int64_t i = 0; i < (count + 1) / 2; ++i)
-                    if (kAmx) {
-                        tile[t * token_words(form, columns) + k / 2 + i] = pairs[i];
-                    } else if (kPairs) {
+                    if (kPairs) {
                         tile[(k / 2 + i) * tokens + t] = pairs[i];
                     } else {
                         tile[(k + 2 * i) * tokens + t] = int32_t(uint32_t(pairs[i]) << 16);
@@ -430,8 +432,7 @@ DELTIC_INLINE void add_dots(const Block &block, const Int8Tile &tile, const Nati
                             Native sum[T]) {
     Native scale = Format::scale(block, g);
     if constexpr (!Fine) {
-#pragma GCC unroll 16
-        for (int t = 0; t < T; ++t) sum[t] = fma(to_floats(dot[t]), scale, sum[t]);
+        unrolled<T>([&](auto t) DELTIC_INLINE_LAMBDA { sum[t] = fma(to_floats(dot[t]), scale, sum[t]); });
         if constexpr (Format::kLow == kAddend) {
             Native addend = Format::addend(block, g);
 #pragma GCC unroll 16
@@ -472,13 +473,12 @@ DELTIC_INLINE void take_minima(const Block &block, const Int8Tile &tile, int64_t
     NativeInts minima[kPairs];
 #pragma GCC unroll 8
     for (int i = 0; i < kPairs; ++i) minima[i] = Format::minima(block, i);
-#pragma GCC unroll 16
-    for (int t = 0; t < T; ++t) {
+    unrolled<T>([&](auto t) DELTIC_INLINE_LAMBDA {
         NativeInts low = {};
 #pragma GCC unroll 8
         for (int i = 0; i < kPairs; ++i) low = dot2(low, minima[i], pairs[i * T + t]);
         sum[t] = fma(dmin, to_floats(low), sum[t]);
-    }
+    });
 }
 
 // Has so many bytes come into the second-level cache.
@@ -670,27 +670,20 @@ void write_unpacked(const uint8_t *panel, const int32_t *memory, const Columns &
     using Times = Multiply<T, Format::kWeights, Format::kBytes, Rows<T>>;
     constexpr int64_t kBlocks = 256 / Format::kWeights, kGroups = Format::kWeights / 32;
     const int64_t words = token_words(Fine ? kInt8Fine : kInt8x32, columns.all), ahead = fetch_ahead();
-#if defined(__AMX_INT8__)
-    TileShapes shapes;
-    for (int i = 0; i < 4; ++i) shapes.set(i, T, 64);
-    shapes.set(6, T, 32 / kHalves<Format>);
-    shapes.set(7, 8 / kHalves<Format>, 64);
-    const Tiles tiles(shapes);
-#endif
+    Adder<Format, T, Fine> adder;
     write_slices(columns, y, stride, apart, rows, tokens, [&](int64_t slice, Native *total) DELTIC_INLINE_LAMBDA {
         std::memset(total, 0, size_t(round_up(tokens, T)) * sizeof *total);
         for (int64_t run = 0; run < columns.runs; ++run) {
             Range range = range_of<Times>(columns, slice, run, ahead);
             for (int64_t b = range.begin; b < range.end; b += kBlocks) {
                 int groups = int(least(kBlocks, range.end - b) * kGroups);
-                Unpacked unpacked;
+                Unpacked &unpacked = adder.next();
                 unpack<Format>(panel + b * Format::kBytes, groups, range.ahead, unpacked);
-                for (int64_t t = 0; t < tokens; t += T) {
-                    Int8Tile tile(memory + t * words, columns.all, T);
-                    add_unpacked<ReadyOf<Format>, T, Fine>(unpacked, tile, b * kGroups, groups, total + t);
-                }
+                for (int64_t t = 0; t < tokens; t += T)
+                    adder.add({&unpacked, memory + t * words, columns.all, b * kGroups, groups, total + t});
             }
         }
+        adder.finish();
     });
 }
 #endif

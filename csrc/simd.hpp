@@ -19,7 +19,7 @@
 #include "half.hpp"
 
 #ifndef DELTIC_LEVEL
-#error "compile with -DDELTIC_LEVEL=portable, avx2, avx512, vnni or bf16"
+#error "compile with -DDELTIC_LEVEL=portable, avx2, avx512, vnni, bf16 or amx"
 #endif
 #define DELTIC_INLINE inline __attribute__((always_inline))
 #define DELTIC_INLINE_LAMBDA __attribute__((always_inline))
@@ -522,17 +522,27 @@ template <typename Join> DELTIC_INLINE Ints of_four(const Ints v[4], Join &&join
 #endif
 }
 
-// Sums of the first and of the second 16 of 32 numbers.
-DELTIC_INLINE void sum16(const int8_t *from, int32_t sums[2]) {
+// 32 numbers as bytes, and the sums of the first and of the second 16.
+DELTIC_INLINE void to_s8(int8_t *to, Ints first, Ints second, int32_t sums[2]) {
+#if defined(__AVX512F__)
+    __m256i codes = _mm256_set_m128i(_mm512_cvtepi32_epi8((__m512i)second), _mm512_cvtepi32_epi8((__m512i)first));
+    _mm256_storeu_si256((__m256i *)to, codes);
+#else
+    to_s8(to, first);
+    to_s8(to + 16, second);
+#endif
 #if defined(__AVX2__)
-    __m256i above = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)from), _mm256_set1_epi8(-128));
-    int64_t of8[4];
-    _mm256_storeu_si256((__m256i *)of8, _mm256_sad_epu8(above, _mm256_setzero_si256()));
-    for (int half = 0; half < 2; ++half) sums[half] = int32_t(of8[2 * half] + of8[2 * half + 1]) - 16 * 128;
+#if !defined(__AVX512F__)
+    __m256i codes = _mm256_loadu_si256((const __m256i *)to);
+#endif
+    __m256i of8 = _mm256_sad_epu8(_mm256_xor_si256(codes, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+    __m256i of16 = _mm256_add_epi64(of8, _mm256_shuffle_epi32(of8, 0x4e));
+    sums[0] = _mm256_extract_epi32(of16, 0) - 16 * 128;
+    sums[1] = _mm256_extract_epi32(of16, 4) - 16 * 128;
 #else
     for (int half = 0; half < 2; ++half) {
         int32_t sum = 0;
-        for (int i = 0; i < 16; ++i) sum += from[16 * half + i];
+        for (int i = 0; i < 16; ++i) sum += to[16 * half + i];
         sums[half] = sum;
     }
 #endif

@@ -56,53 +56,122 @@ template <class Format> DELTIC_INLINE void unpack(const uint8_t *data, int group
     }
 }
 
-// Adds `groups` groups, the first of which is `group` of the tile's, to the totals of its tokens.
-template <class Format, int T, bool Fine>
-void add_unpacked(const Unpacked &weights, const Int8Tile &tile, int64_t group, int groups, Native *total) {
-    constexpr int kGroups = Format::kWeights / 32;
-    Block block{(const uint8_t *)&weights, 0};
-    Native sum[T];
-    auto begin = [&]() DELTIC_INLINE_LAMBDA {
-#pragma GCC unroll 16
-        for (int t = 0; t < T; ++t) sum[t] = Fine ? total[t] : Native{};
-    };
-    auto end = [&](int64_t b) DELTIC_INLINE_LAMBDA {
-        if constexpr (Format::kLow == kMinima16 || Format::kLow == kMinima32)
-            take_minima<Format, T>(block, tile, b, sum);
-#pragma GCC unroll 16
-        for (int t = 0; t < T; ++t)
-            total[t] = Fine ? sum[t] : fma(splat<Native>(tile.scales[b * T + t]), sum[t], total[t]);
-    };
+// Up to 8 groups of a panel, and the tokens that they are multiplied with. group: the first one's in the tile.
+struct Work {
+    const Unpacked *weights;
+    const int32_t *memory;  // of the tile
+    int64_t columns, group;
+    int groups;
+    Native *total;
+};
+
 #if defined(__AMX_INT8__)
-    // Products are kept one unit of work after they were begun, and added up another one later: a product takes a while.
-    constexpr int kEach = kHalves<Format>, kUnits = 8 * kEach, kBytes = 32 / kEach;
-    alignas(64) NativeInts dots[4][T];
-    begin();
-    unrolled<kUnits + 2>([&](auto step) DELTIC_INLINE_LAMBDA {
-        constexpr int at = decltype(step)::value;
-        if constexpr (at < kUnits) {
-            int64_t g = at / kEach, from = group + least(g, groups - 1);
-            load_tile<6>((const uint8_t *)(tile.codes + from * 8 * T) + at % kEach * kBytes, 32);
-            load_tile<7>(&weights.codes[g][at % kEach * (8 / kEach)], 64);
-            clear_tile<at % 4>();
-            tile_dot4<at % 4, 6, 7>();
-        }
-        if constexpr (at >= 1 && at <= kUnits) store_tile<(at - 1) % 4>(dots[(at - 1) % 4], 64);
-        if constexpr (at >= 2) {
-            constexpr int unit = at - 2, g = unit / kEach;
-            if (kGroups == 8 || g < groups) {
-                if (kGroups == 1 && !Fine && g) begin();
-                add_dots<Format, T, Fine>(block, tile, dots[unit % 4], unit, group + g, sum);
-                if ((kGroups == 1 || g == 7) && unit % kEach == kEach - 1 && !Fine) end((group + g) / kGroups);
+// Multiplies on tiles of AMX. While the products of some work are made, the sums of the work before it are added to its
+// totals, one token after another: tiles and vectors are busy together.
+template <class Format, int T, bool Fine> struct Adder {
+    static constexpr int kGroups = Format::kWeights / 32, kEach = kHalves<Format>, kUnits = 8 * kEach;
+    Unpacked unpacked[2];
+    NativeInts sums[2][kUnits][T];  // of one token after another
+    Work last = {};
+    int turn = 0;
+    Tiles tiles;
+
+    static TileShapes shapes() {
+        TileShapes shapes;
+        for (int i = 0; i < 4; ++i) shapes.set(i, T, 64);
+        shapes.set(6, T, 32 / kEach);
+        shapes.set(7, 8 / kEach, 64);
+        return shapes;
+    }
+    DELTIC_INLINE Adder() : tiles(shapes()) {}
+    DELTIC_INLINE Unpacked &next() { return unpacked[(last.weights == &unpacked[0])]; }
+    DELTIC_INLINE void finish() { step<false>({}); }
+    DELTIC_INLINE void add(const Work &work) { step<true>(work); }
+
+    template <bool More> DELTIC_INLINE void step(const Work &work) {
+        const NativeInts(*before)[T] = sums[turn];
+        turn ^= 1;
+        NativeInts(*kept)[T] = sums[turn];
+        const Work done = last;
+        unrolled<kUnits>([&](auto at) DELTIC_INLINE_LAMBDA {
+            constexpr int unit = decltype(at)::value, g = unit / kEach, half = unit % kEach;
+            if constexpr (More) {
+                int64_t from = work.group + least(g, work.groups - 1);
+                load_tile<6>((const uint8_t *)(work.memory + from * 8 * T) + half * (32 / kEach), 32);
+                load_tile<7>(&work.weights->codes[g][half * (8 / kEach)], 64);
+                clear_tile<unit % 4>();
+                tile_dot4<unit % 4, 6, 7>();
+                if constexpr (unit > 0) store_tile<(unit + 3) % 4>(kept[unit > 0 ? unit - 1 : 0], 64);
+            }
+            if (done.weights)
+                for (int t = unit * T / kUnits; t < (unit + 1) * T / kUnits; ++t) add_token(done, before, t);
+        });
+        if constexpr (More) store_tile<(kUnits - 1) % 4>(kept[kUnits - 1], 64);
+        last = work;
+    }
+
+    static DELTIC_INLINE void add_token(const Work &work, const NativeInts before[kUnits][T], int t) {
+        const Unpacked &weights = *work.weights;
+        Int8Tile tile(work.memory, work.columns, T);
+        Native total = work.total[t], sum = {};
+#pragma GCC unroll 16
+        for (int unit = 0; unit < kUnits; ++unit) {
+            if (kGroups == 1 && unit == work.groups) break;
+            Native dot = to_floats(before[unit][t]), scale = weights.scales[unit];
+            int64_t group = work.group + unit / kEach;
+            if constexpr (Fine) {
+                total = fma(dot * scale, splat<Native>(tile.scales[group * T + t]), total);
+                for (int single = 0; single < tile.singles[group]; ++single) {
+                    int64_t place = 32 * group + single;
+                    Native weight = ReadyOf<Format>::number({(const uint8_t *)&weights, 0}, unit, tile.places[place]);
+                    total = fma(weight * scale, splat<Native>(tile.values[place * T + t]), total);
+                }
+                continue;
+            }
+            sum = fma(dot, scale, sum);
+            if constexpr (Format::kLow == kAddend)
+                sum = fma(weights.addends[unit], splat<Native>(tile.sums32[group * T + t]), sum);
+            if constexpr (kGroups == 1) {
+                total = fma(splat<Native>(tile.scales[group * T + t]), sum, total);
+                sum = Native{};
             }
         }
-    });
-    if constexpr (Fine) end(0);
-#else
-    for (int g = 0; g < groups; ++g) {
-        if (g % kGroups == 0) begin();
-        add_group<Format, T>(block, tile, g, group + g, sum);
-        if (g % kGroups == kGroups - 1) end((group + g) / kGroups);
+        if constexpr (kGroups == 8 && !Fine) {
+            int64_t b = work.group / 8;
+            if constexpr (Format::kLow == kMinima16 || Format::kLow == kMinima32) {
+                constexpr int kPairs = Format::kLow == kMinima16 ? 8 : 4;
+                const int32_t *pairs = (kPairs == 8 ? tile.pairs16 : tile.pairs32) + b * kPairs * T;
+                NativeInts low = {};
+#pragma GCC unroll 8
+                for (int i = 0; i < kPairs; ++i) low = dot2(low, weights.minima[i], pairs[i * T + t]);
+                sum = fma(-weights.dmin, to_floats(low), sum);
+            }
+            total = fma(splat<Native>(tile.scales[b * T + t]), sum, total);
+        }
+        work.total[t] = total;
     }
+};
+#else
+template <class Format, int T, bool Fine> struct Adder {
+    static constexpr int kGroups = Format::kWeights / 32;
+    Unpacked unpacked;
+
+    DELTIC_INLINE Unpacked &next() { return unpacked; }
+    DELTIC_INLINE void finish() {}
+    DELTIC_INLINE void add(const Work &work) {
+        using Plain = ReadyOf<Format>;
+        Int8Tile tile(work.memory, work.columns, T);
+        Block block{(const uint8_t *)work.weights, 0};
+        for (int first = 0; first < work.groups; first += kGroups) {
+            Native sum[T] = {};
+            int64_t b = (work.group + first) / kGroups;
+            for (int g = first; g < first + kGroups; ++g) add_group<Plain, T>(block, tile, g, work.group + g, sum);
+            if constexpr (Format::kLow == kMinima16 || Format::kLow == kMinima32)
+                take_minima<Plain, T>(block, tile, b, sum);
+#pragma GCC unroll 16
+            for (int t = 0; t < T; ++t)
+                work.total[t] = fma(splat<Native>(tile.scales[b * T + t]), sum[t], work.total[t]);
+        }
+    }
+};
 #endif
-}

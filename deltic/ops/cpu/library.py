@@ -24,10 +24,10 @@ from deltic.ops.types import PAGE, RING, Batch
 
 Result = TypeVar("Result")
 
-_COMPILED = {"deltic_abi": 16, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL, "deltic_slices": SLICES}
+_COMPILED = {"deltic_abi": 17, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL, "deltic_slices": SLICES}
 """Constants that the library must return, so that both sides agree on layouts."""
 _NO_MEMORY, _READ_FAILED = -1, -3
-LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
+LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16", "amx")
 """Processor levels by number."""
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 KV_KINDS = {**KINDS, INT4: 1000}
