@@ -27,18 +27,16 @@ struct Tiles {
     Tiles(const Tiles &) = delete;
 };
 
-template <int Tile> DELTIC_INLINE void clear_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(Tile)); }
-// stride: bytes from a row to the next one. The memory is an operand: were all memory clobbered, sums would not stay in
-// registers.
+// What a tile is loaded from or stored to, for the compiler.
+struct Memory {
+    char bytes[1 << 20];
+};
+// stride: bytes from a row to the next one.
 template <int Tile> DELTIC_INLINE void load_tile(const void *from, int64_t stride) {
-    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(Tile), "m"(*(const char(*)[])from));
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(Tile), "m"(*(const Memory *)from));
 }
 template <int Tile> DELTIC_INLINE void store_tile(void *to, int64_t stride) {
-    asm volatile("tilestored %%tmm%c3, (%1,%2,1)" : "=m"(*(char(*)[])to) : "r"(to), "r"(stride), "i"(Tile));
-}
-// Signed bytes; exact.
-template <int C, int A, int B> DELTIC_INLINE void tile_dot4() {
-    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+    asm volatile("tilestored %%tmm%c3, (%1,%2,1)" : "=m"(*(Memory *)to) : "r"(to), "r"(stride), "i"(Tile));
 }
 // Pairs of bfloat16: first numbers and second ones are added up apart, then to each other, then to C. Subnormals are 0.
 template <int C, int A, int B> DELTIC_INLINE void tile_dot2_bf16() {

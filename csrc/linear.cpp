@@ -9,16 +9,14 @@
 #include "levels.hpp"
 #include "matrix.hpp"
 #include "pool.hpp"
-#if defined(__AMX_INT8__)
+#if defined(__AMX_BF16__)
 #include "amx.hpp"
 #endif
 
 namespace deltic::DELTIC_LEVEL {
 namespace {
 
-#if defined(__AMX_INT8__)
-constexpr int kTile = 16;          // rows of a tile register
-#elif defined(__AVX512F__)
+#if defined(__AVX512F__)
 constexpr int kTile = 12;          // accumulators for 12 tokens, twice, and the weights fit 32 registers
 #elif defined(__AVX2__)
 constexpr int kTile = 4;
@@ -27,41 +25,27 @@ constexpr int kTile = 2;
 #endif
 constexpr int64_t kPiece = 65536;  // bytes of weights that are worth handing to a thread
 
-// Where AMX has products of 16 rows, which take as long for fewer.
-#if defined(__AMX_INT8__)
-constexpr bool kAmx = true;
-#else
-constexpr bool kAmx = false;
-#endif
-
 // Few sizes of tiles, so that each can be compiled for itself.
-constexpr bool is_size(int size) {
-    if (kAmx) return size <= 4 || size == 8 || size == 16;
-    return size <= kTile && (size <= 4 || size == 8 || size == 12);
-}
-// Tokens of the next tile when `rest` are left; more than these where places of a tile cost little, and stay empty.
+constexpr bool is_size(int size) { return size <= kTile && (size <= 4 || size == 8 || size == 12); }
+// Tokens of the next tile when `rest` are left.
 int tile_of(int64_t rest) {
-    if (kAmx && rest > 4) return rest > 8 ? 16 : 8;
-    int size = int(rest < kTile ? rest : kTile);
+    int size = int(least(rest, kTile));
     while (!is_size(size)) --size;
     return size;
 }
 
-// Places of so many tokens in tiles.
-int64_t places_of(int64_t tokens) {
-    int64_t rest = tokens % kTile;
-    return kAmx && rest ? tokens - rest + tile_of(rest) : tokens;
-}
-
-// ---- Activations, in tiles: column after column, each of all tokens of the tile.
-
-// Tokens that share what was unpacked of a panel.
-constexpr int kTogether = kAmx ? 64 : 60;
+// Where tiles share unpacked weights, and where bfloat16 is multiplied on tiles of AMX.
 #if defined(__AVX512F__)
 constexpr bool kUnpacks = true;
 #else
 constexpr bool kUnpacks = false;
 #endif
+#if defined(__AMX_BF16__)
+constexpr bool kAmx = true;
+#else
+constexpr bool kAmx = false;
+#endif
+constexpr int kTogether = 64;  // tokens of such tiles
 
 // The forms of activations that weights want.
 enum Form { kFloat32, kBfloat16, kInt8x256, kInt8x32, kInt8Fine, kForms };
@@ -256,15 +240,13 @@ void keep_singles(const float *const *x, const float *limits, int64_t columns, c
     }
 }
 
-// Rows of a product's input from `first` on, as far as there are some for a tile of `tokens`.
+// Rows of a product's input from `first` on.
 void fill_tile(const Product &product, int64_t first, int64_t columns, int tokens, Form form, int32_t *tile) {
     Int8Tile rounded(tile, columns, tokens);
-    int count = int(least(tokens, product.count - first));
-    if (count < tokens) std::memset(tile, 0, size_t(token_words(form, columns) * tokens) * 4);
     if (form == kInt8Fine) std::memset(const_cast<int32_t *>(rounded.singles), 0, size_t(columns / 32) * 4);
     const float *rows[kTile];
     float limits[kTile];
-    for (int t = 0; t < count; ++t) {
+    for (int t = 0; t < tokens; ++t) {
         const float *x = product.x + (product.rows ? product.rows[first + t] : first + t) * columns;
         if (form == kFloat32) {
             for (int64_t k = 0; k < columns; ++k) tile[k * tokens + t] = std::bit_cast<int32_t>(x[k]);
@@ -293,7 +275,6 @@ void fill_tile(const Product &product, int64_t first, int64_t columns, int token
             round_token(x, columns, form == kInt8x256 ? 256 : 32, rounded, t, tokens);
         }
     }
-    for (int t = count; t < tokens; ++t) rows[t] = rows[0], limits[t] = INFINITY;
     if (form == kInt8Fine && product.again) keep_singles(rows, limits, columns, rounded, tokens);
 }
 
@@ -332,7 +313,7 @@ DELTIC_INLINE void times_floats(const uint8_t *panel, const int32_t *tile, int64
         const Number *numbers = (const Number *)panel + kPanel * k;
         __builtin_prefetch((const uint8_t *)numbers + ahead, 0, 2);
         Floats w = Load(numbers);
-#pragma GCC unroll 16
+#pragma GCC unroll 12
         for (int t = 0; t < T; ++t) total.of[t] = fma(w, splat(std::bit_cast<float>(tile[k * T + t])), total.of[t]);
     }
 }
@@ -345,12 +326,12 @@ DELTIC_INLINE void times_bf16(const uint8_t *panel, const int32_t *tile, int64_t
         __builtin_prefetch(pairs + ahead, 0, 2);
 #if defined(__AVX512BF16__)
         NativeWords w = load<NativeWords>(pairs);
-#pragma GCC unroll 16
+#pragma GCC unroll 12
         for (int t = 0; t < T; ++t) total.of[0][t] = dot2_bf16(total.of[0][t], w, uint32_t(tile[k * T + t]));
 #else
 #pragma GCC unroll 2
         for (int column = 0; column < 2; ++column)  // in turn, as there are few registers
-#pragma GCC unroll 16
+#pragma GCC unroll 12
             for (int t = 0; t < T; ++t) {
                 Native x = splat<Native>(std::bit_cast<float>(tile[(2 * k + column) * T + t]));
 #pragma GCC unroll 4
@@ -377,7 +358,7 @@ DELTIC_INLINE void dots(const Block &block, int g, int half, const int32_t *x, c
 #else
     constexpr bool kSigned = false;
 #endif
-#pragma GCC unroll 16
+#pragma GCC unroll 12
     for (int t = 0; t < T; ++t)
         out[t] = Format::kOffset == kNone || kSigned ? NativeInts{}
                                                      : splat<NativeInts>(whole[t] >> (Format::kOffset & 31));
@@ -393,7 +374,7 @@ DELTIC_INLINE void dots(const Block &block, int g, int half, const int32_t *x, c
 #pragma GCC unroll 8
         for (int i = 0; i < kEach; ++i) {
             __m256i code = _mm256_xor_si256((__m256i)codes[i], _mm256_set1_epi8(-128)), length = _mm256_abs_epi8(code);
-#pragma GCC unroll 16
+#pragma GCC unroll 12
             for (int t = 0; t < T; ++t) {
                 __m256i both = _mm256_maddubs_epi16(length, _mm256_sign_epi8(_mm256_set1_epi32(x[8 * t + i]), code));
                 out[t] += (NativeInts)_mm256_madd_epi16(both, ones);
@@ -406,7 +387,7 @@ DELTIC_INLINE void dots(const Block &block, int g, int half, const int32_t *x, c
         static_assert(kEach % kRun == 0);
 #pragma GCC unroll 8
         for (int first = 0; first < kEach; first += kRun)
-#pragma GCC unroll 16
+#pragma GCC unroll 12
             for (int t = 0; t < T; ++t) {
                 auto products = [&](int i) DELTIC_INLINE_LAMBDA {
                     return _mm256_maddubs_epi16((__m256i)codes[i], _mm256_set1_epi32(x[8 * t + i]));
@@ -420,7 +401,7 @@ DELTIC_INLINE void dots(const Block &block, int g, int half, const int32_t *x, c
 #else
 #pragma GCC unroll 8
     for (int i = 0; i < kEach; ++i)
-#pragma GCC unroll 16
+#pragma GCC unroll 12
         for (int t = 0; t < T; ++t) out[t] = dot4(out[t], (NativeBytes)codes[i], x[8 * t + i]);
 #endif
 }
@@ -435,17 +416,17 @@ DELTIC_INLINE void add_dots(const Block &block, const Int8Tile &tile, const Nati
         unrolled<T>([&](auto t) DELTIC_INLINE_LAMBDA { sum[t] = fma(to_floats(dot[t]), scale, sum[t]); });
         if constexpr (Format::kLow == kAddend) {
             Native addend = Format::addend(block, g);
-#pragma GCC unroll 16
+#pragma GCC unroll 12
             for (int t = 0; t < T; ++t) sum[t] = fma(addend, splat<Native>(tile.sums32[group * T + t]), sum[t]);
         }
     } else {
-#pragma GCC unroll 16
+#pragma GCC unroll 12
         for (int t = 0; t < T; ++t)
             sum[t] = fma(to_floats(dot[t]) * scale, splat<Native>(tile.scales[group * T + t]), sum[t]);
         for (int single = 0; single < tile.singles[group]; ++single) {
             const float *value = tile.values + (32 * group + single) * T;
             Native weight = Format::number(block, g, tile.places[32 * group + single]) * scale;
-#pragma GCC unroll 16
+#pragma GCC unroll 12
             for (int t = 0; t < T; ++t) sum[t] = fma(weight, splat<Native>(value[t]), sum[t]);
         }
     }
@@ -516,7 +497,7 @@ DELTIC_INLINE void times_int8(const uint8_t *panel, const int32_t *memory, int64
         for (int part = 0; part < Rows<T>::kParts; ++part) {
             if constexpr (Format::kLow == kMinima16 || Format::kLow == kMinima32)
                 take_minima<Format, T>({data, part * kNative}, tile, b, sum.of[part]);
-#pragma GCC unroll 16
+#pragma GCC unroll 12
             for (int t = 0; t < T; ++t)
                 total.of[part][t] = fma(splat<Native>(tile.scales[b * T + t]), sum.of[part][t], total.of[part][t]);
         }
@@ -637,7 +618,7 @@ void write(const uint8_t *panel, const int32_t *tile, const Columns &columns, fl
         Sums<T> sums = total.sums();
         int depth = 0;
         for (; !apart && (slice >> depth & 1); ++depth)
-#pragma GCC unroll 16
+#pragma GCC unroll 12
             for (int t = 0; t < T; ++t) sums.of[t] = pending[depth].of[t] + sums.of[t];
         if (apart || slice + 1 == columns.slices)
             store_rows(sums.of, y + slice * apart, stride, rows, tokens);
@@ -664,31 +645,31 @@ DELTIC_INLINE void write_slices(const Columns &columns, float *y, int64_t stride
 }
 
 #if defined(__AVX512F__)
-template <class Format, int T, bool Fine>
+template <class Format>
 void write_unpacked(const uint8_t *panel, const int32_t *memory, const Columns &columns, float *y, int64_t stride,
                     int64_t apart, int64_t rows, int64_t tokens) {
-    using Times = Multiply<T, Format::kWeights, Format::kBytes, Rows<T>>;
+    using Times = Multiply<kTile, Format::kWeights, Format::kBytes, Rows<kTile>>;
     constexpr int64_t kBlocks = 256 / Format::kWeights, kGroups = Format::kWeights / 32;
-    const int64_t words = token_words(Fine ? kInt8Fine : kInt8x32, columns.all), ahead = fetch_ahead();
-    Adder<Format, T, Fine> adder;
+    const int64_t words = token_words(kInt8x32, columns.all), ahead = fetch_ahead();
     write_slices(columns, y, stride, apart, rows, tokens, [&](int64_t slice, Native *total) DELTIC_INLINE_LAMBDA {
-        std::memset(total, 0, size_t(round_up(tokens, T)) * sizeof *total);
+        std::memset(total, 0, size_t(tokens) * sizeof *total);
         for (int64_t run = 0; run < columns.runs; ++run) {
             Range range = range_of<Times>(columns, slice, run, ahead);
             for (int64_t b = range.begin; b < range.end; b += kBlocks) {
                 int groups = int(least(kBlocks, range.end - b) * kGroups);
-                Unpacked &unpacked = adder.next();
+                Unpacked unpacked;
                 unpack<Format>(panel + b * Format::kBytes, groups, range.ahead, unpacked);
-                for (int64_t t = 0; t < tokens; t += T)
-                    adder.add({&unpacked, memory + t * words, columns.all, b * kGroups, groups, total + t});
+                for (int64_t t = 0; t < tokens; t += kTile) {
+                    Int8Tile tile(memory + t * words, columns.all, kTile);
+                    add_unpacked<Format, kTile>(unpacked, tile, b * kGroups, groups, total + t);
+                }
             }
         }
-        adder.finish();
     });
 }
 #endif
 
-#if defined(__AMX_INT8__)
+#if defined(__AMX_BF16__)
 // 32 columns, or those that are left, to the sums of up to four tiles of tokens.
 template <int A, int B> DELTIC_INLINE void add_tiles(const uint8_t *weights, const uint8_t *x, int64_t pitch, int count) {
     load_tile<B>(weights, 64);
@@ -737,14 +718,14 @@ void write_bf16(const uint8_t *panel, const int32_t *memory, const Columns &colu
 
 struct KernelSet {
     Form form;
-    int64_t together;  // tokens that the one of the largest tiles takes
-    Kernel of[17];     // by the size of tiles
+    int64_t tile, together;  // tokens of the largest tile, and how many its kernel takes
+    Kernel of[17];           // by the size of tiles
 };
 
-// kernel(size), as a constant, is null where the level has no such tiles.
+// kernel(size), as a constant.
 template <typename Make> constexpr KernelSet kernel_set(Form form, int64_t together, Make &&kernel) {
-    KernelSet set{form, together, {}};
-    unrolled<16>([&](auto at) {
+    KernelSet set{form, kTile, together, {}};
+    unrolled<kTile>([&](auto at) {
         constexpr int size = decltype(at)::value + 1;
         if constexpr (is_size(size)) set.of[size] = kernel(std::integral_constant<int, size>{});
     });
@@ -755,15 +736,23 @@ template <template <int> class Times> constexpr KernelSet float_set(Form form) {
 }
 template <class Format, bool Fine = false> constexpr KernelSet int8_set() {
     Form form = Fine ? kInt8Fine : Format::kWeights == 256 ? kInt8x256 : kInt8x32;
-    constexpr int kFrom = kAmx ? 8 : kUnpacks && !Fine ? kTile : kTile + 1;
-    return kernel_set(form, kFrom <= kTile ? kTogether : kTile, [](auto size) -> Kernel {
-        constexpr int T = size();
+    constexpr bool kShared = kUnpacks && !Fine;
+    return kernel_set(form, kShared ? kTogether / kTile * kTile : kTile, [](auto size) -> Kernel {
 #if defined(__AVX512F__)
-        if constexpr (T >= kFrom) return write_unpacked<Format, T, Fine>;
+        if constexpr (kShared && size() == kTile) return write_unpacked<Format>;
 #endif
-        if constexpr (T < kFrom) return write<T, Int8<Format, T, Fine>>;
+        if constexpr (!kShared || size() < kTile) return write<size(), Int8<Format, size(), Fine>>;
     });
 }
+#if defined(__AMX_BF16__)
+constexpr KernelSet bf16_set() {
+    KernelSet set{kBfloat16, 16, kTogether, {}};
+    for (Kernel &kernel : set.of) kernel = write_bf16;
+    return set;
+}
+#else
+constexpr KernelSet bf16_set() { return float_set<Bfloat16>(kBfloat16); }
+#endif
 template <template <int> class Format> KernelSet int8_set(int64_t columns) {
     return columns % 256 == 0 ? int8_set<Format<8>>() : int8_set<Format<1>>();
 }
@@ -773,11 +762,7 @@ KernelSet kernels_for(int64_t type, int64_t columns, bool fine) {
     switch (type) {
         case DELTIC_F32: return float_set<Float32>(kFloat32);
         case DELTIC_F16: return float_set<Float16>(kFloat32);
-#if defined(__AMX_INT8__)
-        case DELTIC_BF16: return kernel_set(kBfloat16, kTogether, [](auto) -> Kernel { return write_bf16; });
-#else
-        case DELTIC_BF16: return float_set<Bfloat16>(kBfloat16);
-#endif
+        case DELTIC_BF16: return bf16_set();
         case DELTIC_Q4_0: return int8_set<Q4_0>(columns);
         case DELTIC_Q4_1: return int8_set<Q4_1>(columns);
         case DELTIC_Q5_0: return int8_set<Q5_0>(columns);
@@ -829,12 +814,12 @@ void run_piece(const Part &part, const Product &product, int64_t piece) {
         int64_t rows = matrix.rows - panel * kPanel < kPanel ? matrix.rows - panel * kPanel : kPanel;
         const uint8_t *weights = (const uint8_t *)matrix.data + panel * part.panel_bytes;
         float *column = product.y + part.first_row + panel * kPanel;
+        const KernelSet &kernels = part.kernels;
         for (int64_t first = 0, count; first < product.count; first += count) {
-            int64_t rest = product.count - first;
-            int size = tile_of(rest);
-            count = least(rest, size < kTile || rest < kTile ? size : least(rest / kTile * kTile, part.kernels.together));
-            part.kernels.of[size](weights, part.tiles + first * words, part.columns, column + first * product.stride,
-                                  product.stride, product.apart, rows, count);
+            int64_t rest = product.count - first, size = kernels.tile == kTile ? tile_of(rest) : least(rest, kernels.tile);
+            count = size < kernels.tile ? size : least(rest / size * size, kernels.together);
+            kernels.of[size](weights, part.tiles + first * words, part.columns, column + first * product.stride,
+                             product.stride, product.apart, rows, count);
         }
     }
 }
@@ -872,7 +857,7 @@ void multiply(deltic_pool *pool, const Product *products, int64_t count, Input *
         }
         for (int form = 0; form < kForms; ++form) {
             inputs[i].start[form] = rows[form];
-            rows[form] += inputs[i].forms >> form & 1 ? places_of(product.count) : 0;
+            rows[form] += inputs[i].forms >> form & 1 ? product.count : 0;
         }
         fills += tiles;
     }
