@@ -50,8 +50,7 @@ int best_level() {
     if (!has_avx512) return DELTIC_AVX2;
     if (!__builtin_cpu_supports("avx512vnni")) return DELTIC_AVX512;
     if (!__builtin_cpu_supports("avx512bf16")) return DELTIC_VNNI;
-    static const bool amx = may_use_amx();
-    return amx ? DELTIC_AMX : DELTIC_BF16_LEVEL;
+    return may_use_amx() ? DELTIC_AMX : DELTIC_BF16_LEVEL;
 #else
     return DELTIC_PORTABLE;
 #endif

@@ -158,8 +158,8 @@ def test_row_and_token_counts_change_no_bit(name: str) -> None:
 
 @by_name
 def test_many_tokens_have_the_bits_of_few(name: str) -> None:
-    """Tiles share unpacked weights, and the last ones are not full. Levels with exact sums of bytes and the same fma have
-    the same bits, too."""
+    """Tiles share unpacked weights, and the last ones are not full. Levels with exact sums of bytes and the same fma
+    have the same bits, too."""
     columns, exact = COLUMNS[name][-1], LEVELS.index("avx512")
     x, weight, found = activations(141, columns), layer(name, ROWS[-1], columns)[0], []
 
