@@ -348,10 +348,11 @@ DELTIC_INLINE void times_bf16(const uint8_t *panel, const int32_t *tile, int64_t
 // Groups with a scale of their own among 32 columns.
 template <class Format> constexpr int kHalves = 32 / Format::kGroup;
 
-// Integer sums of codes of a group of 32 columns, or of a half of it, with the activations x, from what the offset makes
-// of the sums of these, `whole`.
+// Integer sums of codes of a group of 32 columns, or of a half of it, with the activations x, from what the offset
+// makes of the sums of these, `whole`.
 template <class Format, int T>
-DELTIC_INLINE void dots(const Block &block, int g, int half, const int32_t *x, const int32_t *whole, NativeInts out[T]) {
+DELTIC_INLINE void dots(const Block &block, int g, int half, const int32_t *x, const int32_t *whole,
+                        NativeInts out[T]) {
     constexpr int kEach = 8 / kHalves<Format>;
 #if defined(__AVX2__) && !defined(__AVX512F__)
     constexpr bool kSigned = Format::kBits == 8;
@@ -671,7 +672,8 @@ void write_unpacked(const uint8_t *panel, const int32_t *memory, const Columns &
 
 #if defined(__AMX_BF16__)
 // 32 columns, or those that are left, to the sums of up to four tiles of tokens.
-template <int A, int B> DELTIC_INLINE void add_tiles(const uint8_t *weights, const uint8_t *x, int64_t pitch, int count) {
+template <int A, int B>
+DELTIC_INLINE void add_tiles(const uint8_t *weights, const uint8_t *x, int64_t pitch, int count) {
     load_tile<B>(weights, 64);
     unrolled<4>([&](auto at) DELTIC_INLINE_LAMBDA {
         constexpr int i = decltype(at)::value;
@@ -816,7 +818,8 @@ void run_piece(const Part &part, const Product &product, int64_t piece) {
         float *column = product.y + part.first_row + panel * kPanel;
         const KernelSet &kernels = part.kernels;
         for (int64_t first = 0, count; first < product.count; first += count) {
-            int64_t rest = product.count - first, size = kernels.tile == kTile ? tile_of(rest) : least(rest, kernels.tile);
+            int64_t rest = product.count - first;
+            int64_t size = kernels.tile == kTile ? tile_of(rest) : least(rest, kernels.tile);
             count = size < kernels.tile ? size : least(rest / size * size, kernels.together);
             kernels.of[size](weights, part.tiles + first * words, part.columns, column + first * product.stride,
                              product.stride, product.apart, rows, count);

@@ -1,5 +1,5 @@
-// Quantized weights times many tokens: 256 columns of a panel are unpacked once, to bytes and scales as numbers, and then
-// multiplied with all tiles. The sums have the order of `times_int8`, so that the bits are the same.
+// Quantized weights times many tokens: 256 columns of a panel are unpacked once, to bytes and scales as numbers, and
+// then multiplied with all tiles. The sums have the order of `times_int8`, so that the bits are the same.
 //
 // Included by linear.cpp, after what it shares with the tiles of few tokens.
 
@@ -60,7 +60,8 @@ void add_unpacked(const Unpacked &weights, const Int8Tile &tile, int64_t group, 
         Native sum[T] = {};
         int64_t b = (group + first) / kGroups;
         for (int g = first; g < first + kGroups; ++g) add_group<Plain, T>(block, tile, g, group + g, sum);
-        if constexpr (Format::kLow == kMinima16 || Format::kLow == kMinima32) take_minima<Plain, T>(block, tile, b, sum);
+        if constexpr (Format::kLow == kMinima16 || Format::kLow == kMinima32)
+            take_minima<Plain, T>(block, tile, b, sum);
 #pragma GCC unroll 12
         for (int t = 0; t < T; ++t) total[t] = fma(splat<Native>(tile.scales[b * T + t]), sum[t], total[t]);
     }
