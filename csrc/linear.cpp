@@ -738,7 +738,7 @@ template <template <int> class Times> constexpr KernelSet float_set(Form form) {
 }
 template <class Format, bool Fine = false> constexpr KernelSet int8_set() {
     Form form = Fine ? kInt8Fine : Format::kWeights == 256 ? kInt8x256 : kInt8x32;
-    constexpr bool kShared = kUnpacks && !Fine;
+    constexpr bool kShared = kUnpacks && !Fine && !Format::kIsBytes;
     return kernel_set(form, kShared ? kTogether / kTile * kTile : kTile, [](auto size) -> Kernel {
 #if defined(__AVX512F__)
         if constexpr (kShared && size() == kTile) return write_unpacked<Format>;
