@@ -50,6 +50,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "avx512": _AVX512,
     "vnni": (*_AVX512, "-mavx512vnni"),
     "bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
+    "amx": (*_AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
 }
 ARM_LEVELS: dict[str, tuple[str, ...]] = {
     "portable": (),
@@ -57,6 +58,8 @@ ARM_LEVELS: dict[str, tuple[str, ...]] = {
     "i8mm": ("-mcpu=generic+dotprod+i8mm",),
 }
 """In words that g++, clang and zig understand."""
+ONLY = {"amx": ("linear",)}
+"""Levels that have some sources of their own, and share the others with the level below."""
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -137,7 +140,8 @@ def _units(sources: Path, machine: str) -> Iterator[tuple[str, Path, tuple[str, 
             yield source.stem, source, ()
             continue
         for level, flags in levels.items():
-            yield f"{source.stem}-{level}", source, (f"-DDELTIC_LEVEL={level}", *flags)
+            if source.stem in ONLY.get(level, PER_LEVEL):
+                yield f"{source.stem}-{level}", source, (f"-DDELTIC_LEVEL={level}", *flags)
 
 
 def _run(command: list[str]) -> str | None:

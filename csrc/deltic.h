@@ -32,7 +32,7 @@ int deltic_slices(void);
 
 /* ---- Processor levels: which instructions the kernels use. Results differ between levels of x86-64 by rounding. */
 
-enum { DELTIC_PORTABLE, DELTIC_AVX2, DELTIC_AVX512, DELTIC_VNNI, DELTIC_BF16_LEVEL, DELTIC_LEVELS };
+enum { DELTIC_PORTABLE, DELTIC_AVX2, DELTIC_AVX512, DELTIC_VNNI, DELTIC_BF16_LEVEL, DELTIC_AMX, DELTIC_LEVELS };
 enum { DELTIC_ARM_PORTABLE, DELTIC_DOTPROD, DELTIC_I8MM }; /* of ARM64, where all give the same bits */
 
 /* The best level of this processor. */

@@ -62,6 +62,7 @@ alignas(64) constexpr uint8_t kMxfp4[64] = DELTIC_FOUR_TIMES(128, 129, 130, 131,
                                                              124, 122, 120, 116);
 
 struct Without {
+    static constexpr bool kIsBytes = false;  // there is nothing to unpack
     static constexpr int kOffset = kNone;
     static constexpr Low kLow = kPlain;
     static DELTIC_INLINE NativeInts minima(const Block &, int) { return NativeInts{}; }
@@ -81,6 +82,7 @@ template <int Blocks, int Bytes16, int Head> struct Small : Without {
 };
 
 template <int Blocks> struct Q8_0 : Small<Blocks, 34, 32> {
+    static constexpr bool kIsBytes = true;
     static constexpr int kBits = 8, kOffset = 0;
     static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
         return plane8(Q8_0::planes(block, g), i);

@@ -2,7 +2,10 @@
 
 #include "processor.hpp"
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -11,17 +14,18 @@
 namespace deltic {
 namespace {
 
-#define DELTIC_TABLE(level) {level::linear,    level::linear_fine, level::linear_many, level::gdn, level::attention,   \
-                             level::fold_ring, level::store_kv,    level::add_norm,    level::silu_mul, level::top,    \
-                             level::adjust,    level::draw_any,    level::full_attention, level::layer_norm,           \
-                             level::gelu,      level::add_bias,    level::dots,        level::gate_rounded}
+#define DELTIC_TABLE(level, products)                                                                                  \
+    {products::linear, products::linear_fine, products::linear_many, level::gdn, level::attention, level::fold_ring,   \
+     level::store_kv,  level::add_norm,       level::silu_mul,       level::top, level::adjust,    level::draw_any,    \
+     level::full_attention, level::layer_norm, level::gelu, level::add_bias, level::dots, level::gate_rounded}
 
 constexpr Kernels kTables[] = {
-    DELTIC_TABLE(portable),
+    DELTIC_TABLE(portable, portable),
 #if defined(__x86_64__)
-    DELTIC_TABLE(avx2), DELTIC_TABLE(avx512), DELTIC_TABLE(vnni), DELTIC_TABLE(bf16),
+    DELTIC_TABLE(avx2, avx2), DELTIC_TABLE(avx512, avx512), DELTIC_TABLE(vnni, vnni),
+    DELTIC_TABLE(bf16, bf16), DELTIC_TABLE(bf16, amx),
 #elif defined(__aarch64__)
-    DELTIC_TABLE(dotprod), DELTIC_TABLE(i8mm),
+    DELTIC_TABLE(dotprod, dotprod), DELTIC_TABLE(i8mm, i8mm),
 #endif
 };
 
@@ -43,6 +47,16 @@ int arm_level() {
 int arm_level() { return DELTIC_PORTABLE; }
 #elif defined(__x86_64__)
 const Processor kProcessor = detect_processor();
+
+// Whether Linux lets this process use the registers of AMX, which a process has to ask for.
+bool may_use_tiles() {
+#if defined(__linux__)
+    constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+    return false;
+#endif
+}
 #endif
 
 int best_level() {
@@ -50,7 +64,8 @@ int best_level() {
     if (!kProcessor.avx2) return DELTIC_PORTABLE;
     if (!kProcessor.avx512) return DELTIC_AVX2;
     if (!kProcessor.vnni) return DELTIC_AVX512;
-    return kProcessor.bf16 ? DELTIC_BF16_LEVEL : DELTIC_VNNI;
+    if (!kProcessor.bf16) return DELTIC_VNNI;
+    return kProcessor.amx && may_use_tiles() ? DELTIC_AMX : DELTIC_BF16_LEVEL;
 #elif defined(__aarch64__)
     return arm_level();
 #else

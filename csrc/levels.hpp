@@ -71,6 +71,7 @@ DELTIC_DECLARE(avx2)
 DELTIC_DECLARE(avx512)
 DELTIC_DECLARE(vnni)
 DELTIC_DECLARE(bf16)
+DELTIC_DECLARE(amx)  // linear layers; the others are those of bf16
 #elif defined(__aarch64__)
 DELTIC_DECLARE(dotprod)
 DELTIC_DECLARE(i8mm)

@@ -10,6 +10,9 @@
 #include "levels.hpp"
 #include "matrix.hpp"
 #include "pool.hpp"
+#if defined(__AMX_BF16__)
+#include "amx.hpp"
+#endif
 
 namespace deltic::DELTIC_LEVEL {
 namespace {
@@ -25,15 +28,27 @@ constexpr int kTile = 2;
 #endif
 constexpr int64_t kPiece = 65536;  // bytes of weights that are worth handing to a thread
 
-// Tokens of the next tile when `rest` are left: few sizes, so that each can be compiled for itself.
+// Few sizes of tiles, so that each can be compiled for itself.
+constexpr bool is_size(int size) { return size <= kTile && (size <= 4 || size == 8 || size == 12); }
+// Tokens of the next tile when `rest` are left.
 int tile_of(int64_t rest) {
-    constexpr int kSizes[] = {12, 8, 4, 3, 2};
-    for (int size : kSizes)
-        if (size <= kTile && rest >= size) return size;
-    return 1;
+    int size = int(least(rest, kTile));
+    while (!is_size(size)) --size;
+    return size;
 }
 
-// ---- Activations, in tiles: column after column, each of all tokens of the tile.
+// Where tiles share unpacked weights, and where bfloat16 is multiplied on tiles of AMX.
+#if defined(__AVX512F__)
+constexpr bool kUnpacks = true;
+#else
+constexpr bool kUnpacks = false;
+#endif
+#if defined(__AMX_BF16__)
+constexpr bool kAmx = true;
+#else
+constexpr bool kAmx = false;
+#endif
+constexpr int kTogether = 64;  // tokens of such tiles
 
 // The forms of activations that weights want.
 enum Form { kFloat32, kBfloat16, kInt8x256, kInt8x32, kInt8Fine, kForms };
@@ -87,6 +102,8 @@ constexpr bool kPairs = false;
 
 int64_t token_words(Form form, int64_t columns) {
     if (form == kFloat32) return columns;
+    // for tiles of AMX whole rows, an odd number of cache lines long: rows would else share few places of the cache
+    if (form == kBfloat16 && kAmx) return (columns + 31) / 32 * 16 | 16;
     if (form == kBfloat16) return kPairs ? (columns + 1) / 2 : (columns + 1) / 2 * 2;
     return Int8Tile::words(columns, form == kInt8Fine);
 }
@@ -120,14 +137,13 @@ void round_token(const float *x, int64_t columns, int block, const Int8Tile &til
         bool sick = rounded.scale != rounded.scale;
         scales[b * tokens + t] = rounded.scale;
         for (int64_t g = b * block / 32; g < (b + 1) * block / 32; ++g) {
-            int32_t eight[8], sum[2];
-            for (int half = 0; half < 2; ++half) {
+            int32_t sum[2];
+            auto integers = [&](int64_t from) DELTIC_INLINE_LAMBDA {
                 // adding 1.5 * 2^23 rounds to an integer, ties to even
-                Floats v = loadf(x + 32 * g + 16 * half) * rounded.inverse + 12582912.0f;
-                to_s8((int8_t *)(eight + 4 * half), sick ? Ints{} : (Ints)v - 0x4b400000);
-            }
-            std::memcpy(codes + 8 * (g * tokens + t), eight, sizeof eight);
-            sum16((const int8_t *)eight, sum);
+                Floats v = loadf(x + from) * rounded.inverse + 12582912.0f;
+                return sick ? Ints{} : (Ints)v - 0x4b400000;
+            };
+            to_s8((int8_t *)(codes + 8 * (g * tokens + t)), integers(32 * g), integers(32 * g + 16), sum);
             int both = sum[0] + sum[1];
             whole16[2 * g * tokens + t] = -128 * sum[0];
             whole16[(2 * g + 1) * tokens + t] = -128 * sum[1];
@@ -244,6 +260,11 @@ void fill_tile(const Product &product, int64_t first, int64_t columns, int token
         } else if (form == kBfloat16) {
             for (int64_t k = 0; k < columns; k += kLanes) {
                 int64_t count = columns - k < kLanes ? columns - k : kLanes;
+                if (kAmx) {
+                    Floats numbers = count < kLanes ? load_part(x + k, count) : loadf(x + k);
+                    store_narrow((uint16_t *)(tile + t * token_words(form, columns)) + k, numbers);
+                    continue;
+                }
                 int32_t pairs[kLanes / 2];
                 store_narrow((uint16_t *)pairs, load_part(x + k, count));
                 for (int64_t i = 0; i < (count + 1) / 2; ++i)
@@ -347,38 +368,37 @@ DELTIC_INLINE void times_bf16(const uint8_t *panel, const int32_t *tile, int64_t
 // Groups with a scale of their own among 32 columns.
 template <class Format> constexpr int kHalves = 32 / Format::kGroup;
 
-// Integer sums of codes of 32 columns with the activations x, from what the offset makes of the sums of these, `whole`.
+// Integer sums of codes of a group of 32 columns, or of a half of it, with the activations x, from what the offset
+// makes of the sums of these, `whole`.
 template <class Format, int T>
-DELTIC_INLINE void dots(const Block &block, int g, const int32_t *x, const int32_t *whole,
-                        NativeInts out[kHalves<Format>][T]) {
+DELTIC_INLINE void dots(const Block &block, int g, int half, const int32_t *x, const int32_t *whole,
+                        NativeInts out[T]) {
     constexpr int kEach = 8 / kHalves<Format>;
 #if defined(__AVX2__) && !defined(__AVX512F__)
     constexpr bool kSigned = Format::kBits == 8;
 #else
     constexpr bool kSigned = false;
 #endif
-#pragma GCC unroll 2
-    for (int half = 0; half < kHalves<Format>; ++half)
 #pragma GCC unroll 12
-        for (int t = 0; t < T; ++t)
-            out[half][t] = Format::kOffset == kNone || kSigned
-                               ? NativeInts{}
-                               : splat<NativeInts>(whole[half * T + t] >> (Format::kOffset & 31));
-    NativeWords codes[8];
+    for (int t = 0; t < T; ++t)
+        out[t] = Format::kOffset == kNone || kSigned ? NativeInts{}
+                                                     : splat<NativeInts>(whole[t] >> (Format::kOffset & 31));
+    x += half * kEach;
+    NativeWords codes[kEach];
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) codes[i] = Format::code(block, g, i);
+    for (int i = 0; i < kEach; ++i) codes[i] = Format::code(block, g, half * kEach + i);
 #if defined(__AVX2__) && !defined(__AVX512F__)
     const __m256i ones = _mm256_set1_epi16(1);
     if constexpr (kSigned) {
         // less their offset, 128, as lengths and signs: two products of lengths of at most 128 and 127 fit 16 bits
         static_assert(Format::kOffset == 0);
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < kEach; ++i) {
             __m256i code = _mm256_xor_si256((__m256i)codes[i], _mm256_set1_epi8(-128)), length = _mm256_abs_epi8(code);
 #pragma GCC unroll 12
             for (int t = 0; t < T; ++t) {
                 __m256i both = _mm256_maddubs_epi16(length, _mm256_sign_epi8(_mm256_set1_epi32(x[8 * t + i]), code));
-                out[i / kEach][t] += (NativeInts)_mm256_madd_epi16(both, ones);
+                out[t] += (NativeInts)_mm256_madd_epi16(both, ones);
             }
         }
     } else {
@@ -387,7 +407,7 @@ DELTIC_INLINE void dots(const Block &block, int g, const int32_t *x, const int32
         constexpr int kRun = kFit < kEach ? kFit : kEach;
         static_assert(kEach % kRun == 0);
 #pragma GCC unroll 8
-        for (int first = 0; first < 8; first += kRun)
+        for (int first = 0; first < kEach; first += kRun)
 #pragma GCC unroll 12
             for (int t = 0; t < T; ++t) {
                 auto products = [&](int i) DELTIC_INLINE_LAMBDA {
@@ -396,33 +416,53 @@ DELTIC_INLINE void dots(const Block &block, int g, const int32_t *x, const int32
                 __m256i sum = products(first);
 #pragma GCC unroll 8
                 for (int i = first + 1; i < first + kRun; ++i) sum = _mm256_add_epi16(sum, products(i));
-                out[first / kEach][t] += (NativeInts)_mm256_madd_epi16(sum, ones);
+                out[t] += (NativeInts)_mm256_madd_epi16(sum, ones);
             }
     }
 #else
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i)
+    for (int i = 0; i < kEach; ++i)
 #pragma GCC unroll 12
-        for (int t = 0; t < T; ++t) out[i / kEach][t] = dot4(out[i / kEach][t], (NativeBytes)codes[i], x[8 * t + i]);
+        for (int t = 0; t < T; ++t) out[t] = dot4(out[t], (NativeBytes)codes[i], x[8 * t + i]);
 #endif
 }
 
-// The sums of a part of the panel's rows over 32 columns, the g-th ones of the block.
-template <class Format, int T>
-DELTIC_INLINE void add_group(const Block &block, const Int8Tile &tile, int g, int64_t group, Native sum[T]) {
-    NativeInts dot[kHalves<Format>][T];
-    dots<Format, T>(block, g, tile.codes + group * 8 * T,
-                    kHalves<Format> == 1 ? tile.whole32 + group * T : tile.whole16 + 2 * group * T, dot);
-#pragma GCC unroll 2
-    for (int half = 0; half < kHalves<Format>; ++half) {
-        Native scale = Format::scale(block, kHalves<Format> * g + half);
+// Adds the integer sums of a group of the block, which is `group` of the tile's groups of 32 columns or a half of it.
+// Fine: activations of kInt8Fine, whose sums are totals.
+template <class Format, int T, bool Fine>
+DELTIC_INLINE void add_dots(const Block &block, const Int8Tile &tile, const NativeInts dot[T], int g, int64_t group,
+                            Native sum[T]) {
+    Native scale = Format::scale(block, g);
+    if constexpr (!Fine) {
+        unrolled<T>([&](auto t) DELTIC_INLINE_LAMBDA { sum[t] = fma(to_floats(dot[t]), scale, sum[t]); });
+        if constexpr (Format::kLow == kAddend) {
+            Native addend = Format::addend(block, g);
 #pragma GCC unroll 12
-        for (int t = 0; t < T; ++t) sum[t] = fma(to_floats(dot[half][t]), scale, sum[t]);
+            for (int t = 0; t < T; ++t) sum[t] = fma(addend, splat<Native>(tile.sums32[group * T + t]), sum[t]);
+        }
+    } else {
+#pragma GCC unroll 12
+        for (int t = 0; t < T; ++t)
+            sum[t] = fma(to_floats(dot[t]) * scale, splat<Native>(tile.scales[group * T + t]), sum[t]);
+        for (int single = 0; single < tile.singles[group]; ++single) {
+            const float *value = tile.values + (32 * group + single) * T;
+            Native weight = Format::number(block, g, tile.places[32 * group + single]) * scale;
+#pragma GCC unroll 12
+            for (int t = 0; t < T; ++t) sum[t] = fma(weight, splat<Native>(value[t]), sum[t]);
+        }
     }
-    if constexpr (Format::kLow == kAddend) {
-        Native addend = Format::addend(block, g);
-#pragma GCC unroll 12
-        for (int t = 0; t < T; ++t) sum[t] = fma(addend, splat<Native>(tile.sums32[group * T + t]), sum[t]);
+}
+
+// The sums of a part of the panel's rows over 32 columns, the g-th ones of the block.
+template <class Format, int T, bool Fine = false>
+DELTIC_INLINE void add_group(const Block &block, const Int8Tile &tile, int g, int64_t group, Native sum[T]) {
+    constexpr int kEach = kHalves<Format>;
+#pragma GCC unroll 2
+    for (int half = 0; half < kEach; ++half) {
+        NativeInts dot[T];
+        const int32_t *whole = kEach == 1 ? tile.whole32 : tile.whole16;
+        dots<Format, T>(block, g, half, tile.codes + group * 8 * T, whole + (kEach * group + half) * T, dot);
+        add_dots<Format, T, Fine>(block, tile, dot, kEach * g + half, group, sum);
     }
 }
 
@@ -435,13 +475,12 @@ DELTIC_INLINE void take_minima(const Block &block, const Int8Tile &tile, int64_t
     NativeInts minima[kPairs];
 #pragma GCC unroll 8
     for (int i = 0; i < kPairs; ++i) minima[i] = Format::minima(block, i);
-#pragma GCC unroll 12
-    for (int t = 0; t < T; ++t) {
+    unrolled<T>([&](auto t) DELTIC_INLINE_LAMBDA {
         NativeInts low = {};
 #pragma GCC unroll 8
         for (int i = 0; i < kPairs; ++i) low = dot2(low, minima[i], pairs[i * T + t]);
         sum[t] = fma(dmin, to_floats(low), sum[t]);
-    }
+    });
 }
 
 template <class Format, int T>
@@ -494,25 +533,15 @@ DELTIC_INLINE void times_fine(const uint8_t *panel, const int32_t *memory, int64
         int g = int(group % kGroups);
         fetch<kStep>(data + g * kStep + ahead);
 #pragma GCC unroll 4
-        for (int part = 0; part < Rows<T>::kParts; ++part) {
-            Block block{data, part * kNative};
-            Native *sum = total.of[part];
-            NativeInts dot[1][T];
-            Native scale = Format::scale(block, g);
-            dots<Format, T>(block, g, tile.codes + group * 8 * T, tile.whole32 + group * T, dot);
-#pragma GCC unroll 12
-            for (int t = 0; t < T; ++t)
-                sum[t] = fma(to_floats(dot[0][t]) * scale, splat<Native>(tile.scales[group * T + t]), sum[t]);
-            for (int single = 0; single < tile.singles[group]; ++single) {
-                const float *value = tile.values + (32 * group + single) * T;
-                Native weight = Format::number(block, g, tile.places[32 * group + single]) * scale;
-#pragma GCC unroll 12
-                for (int t = 0; t < T; ++t) sum[t] = fma(weight, splat<Native>(value[t]), sum[t]);
-            }
-        }
+        for (int part = 0; part < Rows<T>::kParts; ++part)
+            add_group<Format, T, true>({data, part * kNative}, tile, g, group, total.of[part]);
     }
 }
 
+#endif
+
+#if defined(__AVX512F__)
+#include "unpacked.hpp"
 #endif
 
 // Weights and bytes of a block, and the sums that it is added to.
@@ -529,16 +558,14 @@ template <int T> struct Float16 : Multiply<T, 1, 32, Sums<T>> {
 template <int T> struct Bfloat16 : Multiply<T, 2, 64, Rows<T>> {
     static constexpr auto add = times_bf16<T>;
 };
-template <class Format> struct Int8 {
-    template <int T> struct Sized : Multiply<T, Format::kWeights, Format::kBytes, Int8Rows<T>> {
-        static constexpr auto add = times_int8<Format, T>;
-    };
-};
-
-template <class Format> struct Fine {
-    template <int T> struct Sized : Multiply<T, Format::kWeights, Format::kBytes, Int8Rows<T>> {
-        static constexpr auto add = times_fine<Format, T>;
-    };
+template <class Format, int T, bool Fine> struct Int8 : Multiply<T, Format::kWeights, Format::kBytes, Int8Rows<T>> {
+    static DELTIC_INLINE void add(const uint8_t *panel, const int32_t *tile, int64_t columns, Range range,
+                                  Int8Rows<T> &total) {
+        if constexpr (Fine)
+            times_fine<Format, T>(panel, tile, columns, range, total);
+        else
+            times_int8<Format, T>(panel, tile, columns, range, total);
+    }
 };
 
 // ---- Slices of columns.
@@ -586,22 +613,22 @@ template <class Times> DELTIC_INLINE Range range_of(const Columns &columns, int6
 
 // ---- All panels times all tiles.
 
-// A kernel for one size of tiles: writes rows `rows` (at most 16) of the panel for its tokens.
+// A kernel for one size of tiles, or for several tiles: writes `rows` (at most 16) of the panel for `tokens`.
 using Kernel = void (*)(const uint8_t *panel, const int32_t *tile, const Columns &columns, float *y, int64_t stride,
-                        int64_t apart, int64_t rows);
+                        int64_t apart, int64_t rows, int64_t tokens);
 
-template <int T> DELTIC_INLINE void store_rows(const Sums<T> &sums, float *y, int64_t stride, int64_t rows) {
-    for (int t = 0; t < T; ++t) {
+DELTIC_INLINE void store_rows(const Floats *sums, float *y, int64_t stride, int64_t rows, int64_t tokens) {
+    for (int64_t t = 0; t < tokens; ++t) {
         if (rows == kPanel)
-            store(y + t * stride, sums.of[t]);
+            store(y + t * stride, sums[t]);
         else
-            store_part(y + t * stride, sums.of[t], rows);
+            store_part(y + t * stride, sums[t], rows);
     }
 }
 
 template <int T, class Times>
 void write(const uint8_t *panel, const int32_t *tile, const Columns &columns, float *y, int64_t stride, int64_t apart,
-           int64_t rows) {
+           int64_t rows, int64_t tokens) {
     const int64_t ahead = fetch_ahead();
     Sums<T> pending[kDepth];  // subtrees that wait for their neighbour, by their depth
     for (int64_t slice = 0; slice < columns.slices; ++slice) {
@@ -614,41 +641,149 @@ void write(const uint8_t *panel, const int32_t *tile, const Columns &columns, fl
 #pragma GCC unroll 12
             for (int t = 0; t < T; ++t) sums.of[t] = pending[depth].of[t] + sums.of[t];
         if (apart || slice + 1 == columns.slices)
-            store_rows(sums, y + slice * apart, stride, rows);
+            store_rows(sums.of, y + slice * apart, stride, rows, tokens);
         else
             pending[depth] = sums;
     }
 }
 
+// Several tiles, whose totals are in memory. total(slice, totals [kTogether]) makes those of a slice.
+template <typename Total>
+DELTIC_INLINE void write_slices(const Columns &columns, float *y, int64_t stride, int64_t apart, int64_t rows,
+                                int64_t tokens, Total &&total) {
+    Floats sums[kTogether], pending[kDepth][kTogether];  // as in `write`
+    for (int64_t slice = 0; slice < columns.slices; ++slice) {
+        total(slice, sums);
+        int depth = 0;
+        for (; !apart && (slice >> depth & 1); ++depth)
+            for (int64_t t = 0; t < tokens; ++t) sums[t] = pending[depth][t] + sums[t];
+        if (apart || slice + 1 == columns.slices)
+            store_rows(sums, y + slice * apart, stride, rows, tokens);
+        else
+            std::memcpy(pending[depth], sums, size_t(tokens) * sizeof(Floats));
+    }
+}
+
+#if defined(__AVX512F__)
+template <class Format>
+void write_unpacked(const uint8_t *panel, const int32_t *memory, const Columns &columns, float *y, int64_t stride,
+                    int64_t apart, int64_t rows, int64_t tokens) {
+    using Times = Multiply<kTile, Format::kWeights, Format::kBytes, Rows<kTile>>;
+    constexpr int64_t kBlocks = 256 / Format::kWeights, kGroups = Format::kWeights / 32;
+    const int64_t words = token_words(kInt8x32, columns.all), ahead = fetch_ahead();
+    write_slices(columns, y, stride, apart, rows, tokens, [&](int64_t slice, Native *total) DELTIC_INLINE_LAMBDA {
+        std::memset(total, 0, size_t(tokens) * sizeof *total);
+        for (int64_t run = 0; run < columns.runs; ++run) {
+            Range range = range_of<Times>(columns, slice, run, ahead);
+            for (int64_t b = range.begin; b < range.end; b += kBlocks) {
+                int groups = int(least(kBlocks, range.end - b) * kGroups);
+                Unpacked unpacked;
+                unpack<Format>(panel + b * Format::kBytes, groups, range.ahead, unpacked);
+                for (int64_t t = 0; t < tokens; t += kTile) {
+                    Int8Tile tile(memory + t * words, columns.all, kTile);
+                    add_unpacked<Format, kTile>(unpacked, tile, b * kGroups, groups, total + t);
+                }
+            }
+        }
+    });
+}
+#endif
+
+#if defined(__AMX_BF16__)
+// 32 columns, or those that are left, to the sums of up to four tiles of tokens.
+template <int A, int B>
+DELTIC_INLINE void add_tiles(const uint8_t *weights, const uint8_t *x, int64_t pitch, int count) {
+    load_tile<B>(weights, 64);
+    unrolled<4>([&](auto at) DELTIC_INLINE_LAMBDA {
+        constexpr int i = decltype(at)::value;
+        if (i >= count) return;
+        load_tile<A>(x + 16 * i * pitch, pitch);
+        tile_dot2_bf16<i, A, B>();
+    });
+}
+
+// bfloat16: the sums of a slice stay in tiles.
+void write_bf16(const uint8_t *panel, const int32_t *memory, const Columns &columns, float *y, int64_t stride,
+                int64_t apart, int64_t rows, int64_t tokens) {
+    using Times = Multiply<1, 2, 64, Rows<1>>;
+    const int64_t ahead = fetch_ahead(), pitch = token_words(kBfloat16, columns.all) * 4;
+    const int count = int(pieces_of(tokens, 16)), height = int(least(tokens, 16));
+    write_slices(columns, y, stride, apart, rows, tokens, [&](int64_t slice, Native *total) DELTIC_INLINE_LAMBDA {
+        Range range = range_of<Times>(columns, slice, 0, ahead);
+        int rest = int((range.end - range.begin) % 16);
+        TileShapes shapes;
+        for (int i = 0; i < 4; ++i) shapes.set(i, height, 64);
+        shapes.set(4, height, 64);
+        shapes.set(5, 16, 64);
+        shapes.set(6, height, rest ? 4 * rest : 64);
+        shapes.set(7, rest ? rest : 16, 64);
+        const Tiles tiles(shapes);
+        for (int64_t run = 0; run < columns.runs; ++run) {
+            range = range_of<Times>(columns, slice, run, ahead);
+            for (int64_t k = range.begin; k < range.end; k += 16) {
+                const uint8_t *weights = panel + 64 * k, *x = (const uint8_t *)(memory + k);
+                fetch<1024>(weights + range.ahead);
+                if (range.end - k >= 16)
+                    add_tiles<4, 5>(weights, x, pitch, count);
+                else
+                    add_tiles<6, 7>(weights, x, pitch, count);
+            }
+        }
+        unrolled<4>([&](auto at) DELTIC_INLINE_LAMBDA {
+            constexpr int i = decltype(at)::value;
+            if (i < count) store_tile<i>(total + 16 * i, 64);
+        });
+    });
+}
+#endif
+
 struct KernelSet {
     Form form;
-    Kernel of[13];
+    int64_t tile, together;  // tokens of the largest tile, and how many its kernel takes
+    Kernel of[17];           // by the size of tiles
 };
 
-// The kernel of tiles of T tokens, if the level has tiles that large.
-template <int T, template <int> class Times> constexpr Kernel sized() {
-    if constexpr (T <= kTile) return write<T, Times<T>>;
-    return nullptr;
+// kernel(size), as a constant.
+template <typename Make> constexpr KernelSet kernel_set(Form form, int64_t together, Make &&kernel) {
+    KernelSet set{form, kTile, together, {}};
+    unrolled<kTile>([&](auto at) {
+        constexpr int size = decltype(at)::value + 1;
+        if constexpr (is_size(size)) set.of[size] = kernel(std::integral_constant<int, size>{});
+    });
+    return set;
 }
-template <template <int> class Times> constexpr KernelSet kernel_set(Form form) {
-    return {form, {nullptr, sized<1, Times>(), sized<2, Times>(), sized<3, Times>(), sized<4, Times>(), nullptr,
-                   nullptr, nullptr, sized<8, Times>(), nullptr, nullptr, nullptr, sized<12, Times>()}};
+template <template <int> class Times> constexpr KernelSet float_set(Form form) {
+    return kernel_set(form, kTile, [](auto size) -> Kernel { return write<size(), Times<size()>>; });
 }
-template <class Format> constexpr KernelSet int8_set() {
-    return kernel_set<Int8<Format>::template Sized>(Format::kWeights == 256 ? kInt8x256 : kInt8x32);
+template <class Format, bool Fine = false> constexpr KernelSet int8_set() {
+    Form form = Fine ? kInt8Fine : Format::kWeights == 256 ? kInt8x256 : kInt8x32;
+    constexpr bool kShared = kUnpacks && !Fine && !Format::kIsBytes;
+    return kernel_set(form, kShared ? kTogether / kTile * kTile : kTile, [](auto size) -> Kernel {
+#if defined(__AVX512F__)
+        if constexpr (kShared && size() == kTile) return write_unpacked<Format>;
+#endif
+        if constexpr (!kShared || size() < kTile) return write<size(), Int8<Format, size(), Fine>>;
+    });
 }
+#if defined(__AMX_BF16__)
+constexpr KernelSet bf16_set() {
+    KernelSet set{kBfloat16, 16, kTogether, {}};
+    for (Kernel &kernel : set.of) kernel = write_bf16;
+    return set;
+}
+#else
+constexpr KernelSet bf16_set() { return float_set<Bfloat16>(kBfloat16); }
+#endif
 template <template <int> class Format> KernelSet int8_set(int64_t columns) {
     return columns % 256 == 0 ? int8_set<Format<8>>() : int8_set<Format<1>>();
 }
 
 KernelSet kernels_for(int64_t type, int64_t columns, bool fine) {
-    if (fine && type == DELTIC_Q8_0)
-        return columns % 256 == 0 ? kernel_set<Fine<Q8_0<8>>::Sized>(kInt8Fine)
-                                  : kernel_set<Fine<Q8_0<1>>::Sized>(kInt8Fine);
+    if (fine && type == DELTIC_Q8_0) return columns % 256 == 0 ? int8_set<Q8_0<8>, true>() : int8_set<Q8_0<1>, true>();
     switch (type) {
-        case DELTIC_F32: return kernel_set<Float32>(kFloat32);
-        case DELTIC_F16: return kernel_set<Float16>(kFloat32);
-        case DELTIC_BF16: return kernel_set<Bfloat16>(kBfloat16);
+        case DELTIC_F32: return float_set<Float32>(kFloat32);
+        case DELTIC_F16: return float_set<Float16>(kFloat32);
+        case DELTIC_BF16: return bf16_set();
         case DELTIC_Q4_0: return int8_set<Q4_0>(columns);
         case DELTIC_Q4_1: return int8_set<Q4_1>(columns);
         case DELTIC_Q5_0: return int8_set<Q5_0>(columns);
@@ -700,18 +835,20 @@ void run_piece(const Part &part, const Product &product, int64_t piece) {
         int64_t rows = matrix.rows - panel * kPanel < kPanel ? matrix.rows - panel * kPanel : kPanel;
         const uint8_t *weights = (const uint8_t *)matrix.data + panel * part.panel_bytes;
         float *column = product.y + part.first_row + panel * kPanel;
-        for (int64_t first = 0; first < product.count;) {
-            int size = tile_of(product.count - first);
-            part.kernels.of[size](weights, part.tiles + first * words, part.columns, column + first * product.stride,
-                                  product.stride, product.apart, rows);
-            first += size;
+        const KernelSet &kernels = part.kernels;
+        for (int64_t first = 0, count; first < product.count; first += count) {
+            int64_t rest = product.count - first;
+            int64_t size = kernels.tile == kTile ? tile_of(rest) : least(rest, kernels.tile);
+            count = size < kernels.tile ? size : least(rest / size * size, kernels.together);
+            kernels.of[size](weights, part.tiles + first * words, part.columns, column + first * product.stride,
+                             product.stride, product.apart, rows, count);
         }
     }
 }
 
 // The tiles of `kTile` rows of a product's input, in each form that is wanted.
 void make_tiles(const Product &product, const Input &input, int32_t *const *tiles, int64_t columns, int64_t piece) {
-    int64_t begin = piece * kTile, end = begin + kTile < product.count ? begin + kTile : product.count;
+    int64_t begin = piece * kTile, end = least(begin + kTile, product.count);
     for (int form = 0; form < kForms; ++form) {
         if (!(input.forms >> form & 1)) continue;
         int64_t words = token_words(Form(form), columns);

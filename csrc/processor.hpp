@@ -7,7 +7,8 @@ namespace deltic {
 
 // Each includes what the operating system has to save for it.
 struct Processor {
-    bool intel, avx2, avx512, vnni, bf16;  // avx2 with FMA and F16C; avx512: F, BW, DQ and VL; the last two as AVX-512
+    // avx2 with FMA and F16C; avx512: F, BW, DQ and VL; vnni, bf16 as AVX-512; amx: tiles with bytes and bfloat16
+    bool intel, avx2, avx512, vnni, bf16, amx;
 };
 
 inline Processor detect_processor() {
@@ -27,6 +28,9 @@ inline Processor detect_processor() {
     constexpr unsigned kAvx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
     found.avx512 = found.avx2 && (saved & kSavesAvx512) == kSavesAvx512 && (wide & kAvx512) == kAvx512;
     found.vnni = found.avx512 && (products & 1u << 11);
+    unsigned features = 0;
+    constexpr unsigned kAmx = 1u << 22 | 1u << 24 | 1u << 25;  // bfloat16, tiles, bytes
+    found.amx = found.avx512 && __get_cpuid_count(7, 0, &a, &b, &c, &features) && (features & kAmx) == kAmx;
     found.bf16 = found.avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 5);
     return found;
 }

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 // The intrinsics of g++ want the architecture that brought them, too. (No flag names it: zig has another word for it.)
 #if defined(__aarch64__) && !defined(__clang__)
@@ -130,6 +131,13 @@ DELTIC_INLINE Ints operator<(const Ints &a, int32_t b) {
     return by_part<Ints>([&](int i) DELTIC_INLINE_LAMBDA { return a.part[i] < b; });
 }
 #endif
+
+// body(integral constant) for 0 .. Count - 1.
+template <int Count, typename Body> constexpr DELTIC_INLINE void unrolled(Body &&body) {
+    [&]<int... I>(std::integer_sequence<int, I...>) DELTIC_INLINE_LAMBDA {
+        (body(std::integral_constant<int, I>{}), ...);
+    }(std::make_integer_sequence<int, Count>{});
+}
 
 DELTIC_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 DELTIC_INLINE int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
@@ -433,9 +441,11 @@ DELTIC_INLINE NativeBytes lookup(NativeBytes table, NativeBytes codes) {
 
 #if defined(__AVX512F__) || !defined(__AVX2__)  // else `dots` has its own way, which depends on the bits of the codes
 // Per lane: acc + the four unsigned bytes of the lane times the four signed bytes of `x`, which all share. Exact.
-DELTIC_INLINE NativeInts dot4(NativeInts acc, NativeBytes codes, int32_t x) {
+DELTIC_INLINE NativeInts dot4(NativeInts acc, NativeBytes codes, const int32_t &x) {
 #if defined(__AVX512VNNI__)
-    return (NativeInts)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, _mm512_set1_epi32(x));
+    // compilers load what is broadcast into a register of its own, and then run out of registers
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(codes), "m"(x));
+    return acc;
 #elif defined(__AVX512BW__)
     // by 16-bit products: pairs of 8-bit products would saturate
     __m512i even = _mm512_and_si512((__m512i)codes, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16((__m512i)codes, 8);
@@ -454,9 +464,10 @@ DELTIC_INLINE NativeInts dot4(NativeInts acc, NativeBytes codes, int32_t x) {
 #endif
 
 // Per lane: acc + two signed 16-bit numbers of the lane times the two of `x`, the same for all lanes. Exact.
-DELTIC_INLINE NativeInts dot2(NativeInts acc, NativeInts pairs, int32_t x) {
+DELTIC_INLINE NativeInts dot2(NativeInts acc, NativeInts pairs, const int32_t &x) {
 #if defined(__AVX512VNNI__)
-    return (NativeInts)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)pairs, _mm512_set1_epi32(x));
+    asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(pairs), "m"(x));
+    return acc;
 #elif defined(__AVX2__) && !defined(__AVX512F__)
     return acc + (NativeInts)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(x));
 #else
@@ -610,19 +621,29 @@ template <typename Join> DELTIC_INLINE Ints of_four(const Ints v[4], Join &&join
 #endif
 }
 
-// Sums of the first and of the second 16 of 32 numbers.
-DELTIC_INLINE void sum16(const int8_t *from, int32_t sums[2]) {
+// 32 numbers as bytes, and the sums of the first and of the second 16.
+DELTIC_INLINE void to_s8(int8_t *to, Ints first, Ints second, int32_t sums[2]) {
+#if defined(__AVX512F__)
+    __m256i codes = _mm256_set_m128i(_mm512_cvtepi32_epi8((__m512i)second), _mm512_cvtepi32_epi8((__m512i)first));
+    _mm256_storeu_si256((__m256i *)to, codes);
+#else
+    to_s8(to, first);
+    to_s8(to + 16, second);
+#endif
 #if defined(__AVX2__)
-    __m256i above = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)from), _mm256_set1_epi8(-128));
-    int64_t of8[4];
-    _mm256_storeu_si256((__m256i *)of8, _mm256_sad_epu8(above, _mm256_setzero_si256()));
-    for (int half = 0; half < 2; ++half) sums[half] = int32_t(of8[2 * half] + of8[2 * half + 1]) - 16 * 128;
+#if !defined(__AVX512F__)
+    __m256i codes = _mm256_loadu_si256((const __m256i *)to);
+#endif
+    __m256i of8 = _mm256_sad_epu8(_mm256_xor_si256(codes, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+    __m256i of16 = _mm256_add_epi64(of8, _mm256_shuffle_epi32(of8, 0x4e));
+    sums[0] = _mm256_extract_epi32(of16, 0) - 16 * 128;
+    sums[1] = _mm256_extract_epi32(of16, 4) - 16 * 128;
 #elif defined(__aarch64__)
-    for (int half = 0; half < 2; ++half) sums[half] = vaddlvq_s8(vld1q_s8(from + 16 * half));
+    for (int half = 0; half < 2; ++half) sums[half] = vaddlvq_s8(vld1q_s8(to + 16 * half));
 #else
     for (int half = 0; half < 2; ++half) {
         int32_t sum = 0;
-        for (int i = 0; i < 16; ++i) sum += from[16 * half + i];
+        for (int i = 0; i < 16; ++i) sum += to[16 * half + i];
         sums[half] = sum;
     }
 #endif

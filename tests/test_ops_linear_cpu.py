@@ -23,7 +23,7 @@ from torch import Tensor
 from deltic.loader.gguf.blocks import BY_NAME, LAYOUTS
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import native_weight
-from deltic.ops.cpu.library import library
+from deltic.ops.cpu.library import LEVELS, library
 from deltic.ops.memory import Arena
 from deltic.ops.quantized import QTensor, pack_rows
 
@@ -154,6 +154,25 @@ def test_row_and_token_counts_change_no_bit(name: str) -> None:
             for tokens in TOKENS:
                 assert same_bits(multiply(x[-tokens:], weight), whole[-tokens:, :rows]), (columns, rows, tokens)
         assert multiply(x[:0], weight).shape == (0, ROWS[-1])
+
+
+@by_name
+def test_many_tokens_have_the_bits_of_few(name: str) -> None:
+    """Tiles share unpacked weights, and the last ones are not full. Levels with exact sums of bytes and the same fma
+    have the same bits, too."""
+    columns, exact = COLUMNS[name][-1], LEVELS.index("avx512")
+    x, weight, found = activations(141, columns), layer(name, ROWS[-1], columns)[0], []
+
+    @at_every_level
+    def check() -> None:
+        wanted = torch.cat([multiply(piece, weight) for piece in x.split(3)])
+        for tokens in (141, 132, 72, 69, 64, 61, 60, 24):
+            assert same_bits(multiply(x[-tokens:], weight), wanted[-tokens:]), tokens
+        found.append(wanted)
+
+    check()
+    if name not in WORDS:
+        assert all(same_bits(other, found[exact]) for other in found[exact + 1:])
 
 
 @by_name

@@ -19,7 +19,7 @@ from deltic.params import MAX_DRAFTS, Auto, Draft, Mtp, Ngram, Speculation
 AUTO: Final = "auto"
 """Device to be detected (`engine.arguments.settled`). Until then token_budget and rules about devices are open."""
 _ON_GPU: Final = {AUTO: None, "cpu": False, "cuda": True}
-CPU_LEVELS: Final = ("auto", "portable", "avx2", "avx512", "vnni", "bf16", "dotprod", "i8mm")
+CPU_LEVELS: Final = ("auto", "portable", "avx2", "avx512", "vnni", "bf16", "amx", "dotprod", "i8mm")
 _CPU_BUDGET: Final = 512
 _OFFLOAD_BUDGET: Final = 768
 """Larger than _CPU_BUDGET, because each chunk of a prompt reads all offloaded experts."""

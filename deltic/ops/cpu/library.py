@@ -29,7 +29,8 @@ _COMPILED = {"deltic_abi": 17, "deltic_page": PAGE, "deltic_ring": RING, "deltic
 """Constants that the library must return, so that both sides agree on layouts."""
 _NO_MEMORY, _READ_FAILED = -1, -3
 _ARM_LEVELS = ("portable", "dotprod", "i8mm")
-LEVELS = _ARM_LEVELS if platform.machine() in ("aarch64", "arm64") else ("portable", "avx2", "avx512", "vnni", "bf16")
+_X86_LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16", "amx")
+LEVELS = _ARM_LEVELS if platform.machine() in ("aarch64", "arm64") else _X86_LEVELS
 """Processor levels of this machine by number."""
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 KV_KINDS = {**KINDS, INT4: 1000}

@@ -1,0 +1,68 @@
+// Quantized weights times many tokens: 256 columns of a panel are unpacked once, to bytes and scales as numbers, and
+// then multiplied with all tiles. The sums have the order of `times_int8`, so that the bits are the same.
+//
+// Included by linear.cpp, after what it shares with the tiles of few tokens.
+
+// 8 groups of 32 columns.
+struct alignas(64) Unpacked {
+    NativeWords codes[8][8];  // plus 128 where the type has an offset
+    Native scales[16];
+    Native addends[8];
+    NativeInts minima[8];
+    Native dmin;
+};
+
+// Unpacked weights as a format of which all with the same kind of scales are.
+template <int Weights, int Group, Low Lows> struct Ready : Without {
+    static constexpr int kWeights = Weights, kGroup = Group, kBits = 8;
+    static constexpr int kOffset = Lows == kPlain ? 0 : kNone;
+    static constexpr Low kLow = Lows;
+    static DELTIC_INLINE const Unpacked &of(const Block &block) { return *(const Unpacked *)block.data; }
+    static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) { return of(block).codes[g][i]; }
+    static DELTIC_INLINE Native scale(const Block &block, int g) { return of(block).scales[g]; }
+    static DELTIC_INLINE Native addend(const Block &block, int g) { return of(block).addends[g]; }
+    static DELTIC_INLINE NativeInts minima(const Block &block, int i) { return of(block).minima[i]; }
+    static DELTIC_INLINE Native dmin(const Block &block) { return of(block).dmin; }
+};
+template <class Format> using ReadyOf = Ready<Format::kWeights, Format::kGroup, Format::kLow>;
+
+// `groups` groups of 32 columns, all in one block if it has so many.
+template <class Format> DELTIC_INLINE void unpack(const uint8_t *data, int groups, int64_t ahead, Unpacked &to) {
+    constexpr int kGroups = Format::kWeights / 32, kEach = kHalves<Format>;
+    constexpr int kMore = Format::kOffset == kNone ? 0 : 128 - (128 >> (Format::kOffset & 31));
+    for (int g = 0; g < groups; ++g) {
+        Block block{data + g / kGroups * Format::kBytes, 0};
+        fetch<Format::kBytes / kGroups>(block.data + g % kGroups * (Format::kBytes / kGroups) + ahead);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            NativeBytes codes = (NativeBytes)Format::code(block, g % kGroups, i);
+            to.codes[g][i] = (NativeWords)(codes + uint8_t(kMore));  // so that all types have the offset of `Ready`
+        }
+#pragma GCC unroll 2
+        for (int half = 0; half < kEach; ++half)
+            to.scales[kEach * g + half] = Format::scale(block, kEach * (g % kGroups) + half);
+        if constexpr (Format::kLow == kAddend) to.addends[g] = Format::addend(block, g % kGroups);
+    }
+    if constexpr (Format::kLow == kMinima16 || Format::kLow == kMinima32) {
+        Block block{data, 0};
+        for (int i = 0; i < (Format::kLow == kMinima16 ? 8 : 4); ++i) to.minima[i] = Format::minima(block, i);
+        to.dmin = Format::dmin(block);
+    }
+}
+
+// Adds `groups` groups, the first of which is `group` of the tile's, to the totals of its tokens.
+template <class Format, int T>
+void add_unpacked(const Unpacked &weights, const Int8Tile &tile, int64_t group, int groups, Native *total) {
+    using Plain = ReadyOf<Format>;
+    constexpr int kGroups = Format::kWeights / 32;
+    Block block{(const uint8_t *)&weights, 0};
+    for (int first = 0; first < groups; first += kGroups) {
+        Native sum[T] = {};
+        int64_t b = (group + first) / kGroups;
+        for (int g = first; g < first + kGroups; ++g) add_group<Plain, T>(block, tile, g, group + g, sum);
+        if constexpr (Format::kLow == kMinima16 || Format::kLow == kMinima32)
+            take_minima<Plain, T>(block, tile, b, sum);
+#pragma GCC unroll 12
+        for (int t = 0; t < T; ++t) total[t] = fma(splat<Native>(tile.scales[b * T + t]), sum[t], total[t]);
+    }
+}
