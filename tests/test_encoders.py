@@ -32,6 +32,7 @@ from tokenizers import Tokenizer, processors
 
 import deltic
 from deltic import Encoder
+from deltic.config.engine import CPU_LEVELS
 from deltic.embeddings.sentence_transformers import Recipe
 from deltic.embeddings.tokenize import EncoderTokenizer, backend_of
 from deltic.embeddings.types import Item
@@ -89,7 +90,7 @@ def test_kernels_at_odd_shapes(tmp_path: Path, heads: int, hidden: int, lengths:
     model = transformers_model(tmp_path)
     rows = [[(7 * place + length) % 171 for place in range(length)] for length in lengths]
     wanted = mean(padded_hidden(model, rows))
-    for level in ("portable", "avx2", "avx512", "vnni", "bf16"):
+    for level in CPU_LEVELS[1:]:
         try:
             encoder = Encoder(tmp_path, cpu_level=level, threads=2)
         except ConfigError:

@@ -23,11 +23,12 @@ from op_cases import (
 )
 from test_ops_torch import TOLERANCE
 from torch import Tensor
+from torch.nn import functional
 
 from deltic.ops import backends, reference
 from deltic.ops.cpu import library, missing
 from deltic.ops.cpu.kernels import attention_layer, kv_pages
-from deltic.ops.types import PAGE, AttentionSpec, KvView, Rope, RopeSpec
+from deltic.ops.types import PAGE, AttentionSpec, AttentionWeights, KvView, Rope, RopeSpec
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -39,6 +40,7 @@ SHAPES_OF_ATTENTION = {
     "large": LARGE,
     "large without a gate": replace(LARGE, heads=4, head_dim=128, rotary_dim=128, gate=False),
     "odd width": replace(LARGE, head_dim=80, rotary_dim=34),
+    "wide heads": AttentionSpec(8, 2, 256, 64, True, 1e-6),
 }
 ROTARY = {spec.rotary_dim: RopeSpec(1e4, spec.rotary_dim) for spec in SHAPES_OF_ATTENTION.values()}
 
@@ -132,10 +134,43 @@ def test_attention_does_not_depend_on_batch(name: str, dtype: torch.dtype) -> No
                 assert torch.equal(in_chunks(spec, proj, [600, 4, *[1] * 6, *tail], dtype, [1]), whole)
 
 
-def test_later_nan_does_not_reach_earlier_tokens() -> None:
-    """Not even within one chunk."""
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+@at_every_level
+def test_later_nan_does_not_reach_earlier_tokens(bad: float) -> None:
+    """Not even within one chunk. A value that is not finite reaches the tokens behind it in every chunking."""
     proj = randn(generator(6), 40, LARGE.queries * 2 + 2 * LARGE.kv).float()
     whole = in_chunks(LARGE, proj, [40], torch.bfloat16, [])
-    proj[21] = NAN
+    proj[21, -LARGE.kv :] = bad
     sick = in_chunks(LARGE, proj, [40], torch.bfloat16, [])
-    assert torch.equal(sick[:21], whole[:21]) and sick[21:].isnan().all()
+    assert torch.equal(sick[:21], whole[:21]) and not sick[21:].isfinite().any()
+    single = in_chunks(LARGE, proj, [1] * 40, torch.bfloat16, [])
+    assert torch.equal(single.nan_to_num(), sick.nan_to_num())
+    proj[21] = NAN
+    assert in_chunks(LARGE, proj, [40], torch.bfloat16, [])[21:].isnan().all()
+
+
+@at_every_level
+def test_bfloat16_keys_and_values_lose_no_more_than_float32_sums() -> None:
+    """Queries and weights are not rounded to bfloat16, even where the products of a level are."""
+    spec, tokens = SHAPES_OF_ATTENTION["wide heads"], 700
+    proj = randn(generator(8), tokens, spec.queries * 2 + 2 * spec.kv).float()
+    proj[:, spec.queries * 2 :] = proj[:, spec.queries * 2 :].bfloat16().float()
+    plain = replace(spec, gate=False, rotary_dim=64)
+    proj = torch.cat([proj[:, : spec.queries], proj[:, spec.queries * 2 :]], 1)
+    weights = replace(attention_weights(3, torch.float32, plain), q_norm=None, k_norm=None)
+    found = attend_once(plain, weights, proj)
+    queries, keys, values = (part.unflatten(1, (-1, spec.head_dim)).transpose(0, 1).double() for part in proj.split(
+        [spec.queries, spec.kv, spec.kv], 1))
+    wanted = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+    assert (found - wanted.transpose(0, 1).flatten(1)).abs().max() < 2e-5  # 2e-3 if they were
+
+
+def attend_once(spec: AttentionSpec, weights: AttentionWeights, proj: Tensor) -> Tensor:
+    """Attention of one sequence to itself, over bfloat16 pages; positions do not turn."""
+    case = build_batch([Row(len(proj), 0)], 4)
+    view, out = kv_view(case, torch.bfloat16, spec), torch.empty(len(proj), spec.queries)
+    cosines, sines = torch.ones(len(proj), spec.rotary_dim), torch.zeros(len(proj), spec.rotary_dim)
+    pool().call(library.library().deltic_attention, byref(attention_layer(weights)), byref(kv_pages(view)),
+                library.step_batch(case.batch), library.address(cosines), library.address(sines),
+                library.address(proj.contiguous()), library.address(out))
+    return out
