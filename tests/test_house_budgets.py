@@ -15,7 +15,7 @@ LINES = {
     ".": 2040,
     "cache": 6000,
     "chat": 7115,
-    "cli": 5715,
+    "cli": 5735,
     "cluster": 1725,
     "config": 1935,
     "embeddings": 2600,

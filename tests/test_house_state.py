@@ -88,7 +88,7 @@ SETTINGS = {
 VARIABLES = {
     "completed": "of the compiler's start code", "__dso_handle": "of the compiler's start code",
     "__TMC_END__": "of the compiler's start code", "DW.ref": "addresses for exceptions",
-    "__cpu_model": "what the processor can do", "__cpu_features2": "what the processor can do",
+    "_ZN6deltic12_GLOBAL__N_1L10kProcessorE": "what the processor can do, read when the library is loaded",
     "_ZZNSt8__detail18__waiter_pool_base": "how the standard library lets threads sleep",
 }
 """Beginnings of the names of variables that the native library may have."""
