@@ -15,6 +15,7 @@ from types import ModuleType
 
 import pytest
 
+from deltic import __version__
 from deltic.cli import COMMANDS, command_parser, docs, main, run
 from deltic.cli.output import logging_to_stderr
 from deltic.cli.parser import as_typed, text
@@ -58,7 +59,7 @@ def test_version(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
     assert stop.value.code == 0
-    assert capsys.readouterr().out == "deltic 0.1.0\n"
+    assert capsys.readouterr().out == f"deltic {__version__}\n"
 
 
 def test_without_arguments_help_is_shown(capsys):

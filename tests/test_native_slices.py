@@ -18,7 +18,7 @@ from deltic.loader.gguf.blocks import BY_NAME
 from deltic.ops import reference
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import sliced_weight
-from deltic.ops.cpu.library import library
+from deltic.ops.cpu.library import LEVELS, library
 from deltic.ops.quantized import QTensor
 from deltic.ops.slices import SLICES, column_slices, slice_ends, slice_unit, tree_sum
 from deltic.ops.types import MlpWeights, MoeWeights, Weight
@@ -64,6 +64,12 @@ def shards_of(slices: list[Columns], shards: int, runs: int) -> list[Columns]:
     return [[own[run] for run in range(runs) for own in group] for group in groups]
 
 
+def between_tiles(name: str, slices: list[Columns]) -> bool:
+    """True if a tile of AMX, which has 32 columns of one run, would have columns of two runs if these were joined."""
+    return name == "BF16" and LEVELS[pool().level] == "amx" and any(
+        (part.stop - part.start) % 32 for own in slices for part in own[:-1])
+
+
 @pytest.mark.parametrize("runs", [1, 2])
 @pytest.mark.parametrize("name", READABLE)
 @at_every_level
@@ -77,7 +83,8 @@ def test_a_product_is_the_sum_of_its_slices_and_of_its_shards(name: str, runs: i
         parts = [multiply(taken(x, own), cut(name, rows, columns, own)) if own[0].start < own[0].stop
                  else torch.zeros(len(x), rows) for own in slices]
         whole = multiply_sliced(x, weight, 1, runs)
-        assert same_bits(whole, tree_sum(parts)), columns
+        if not between_tiles(name, slices):
+            assert same_bits(whole, tree_sum(parts)), columns
         for tokens in TOKENS:
             assert same_bits(multiply_sliced(x[-tokens:], weight, 1, runs), whole[-tokens:]), (columns, tokens)
         for shards in SHARDS:

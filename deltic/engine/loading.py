@@ -204,8 +204,9 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         encode = reader.read_tower()
         times.done("vision tower")
         # memory plan, cache and tiers
-        work = step_bytes(shard_config(config, options.shards), options, unpacks_experts(experts, decoder.weights))
-        memory, pool_options = plan(layer_plan.settle(options), card_memory(options, work) if options.on_gpu else None)
+        settled = layer_plan.settle(options)
+        work = step_bytes(shard_config(config, options.shards), settled, unpacks_experts(experts, decoder.weights))
+        memory, pool_options = plan(settled, card_memory(options, work) if options.on_gpu else None)
         memory = layer_plan.describe(memory)
         _log_plan(memory, f"the draft model {source.name}: " if use.drafts else "")
         pools = allocate_shards(config, memory.pages, memory.slots, decoder.dtype, [ops] * options.shards,

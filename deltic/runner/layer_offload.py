@@ -19,7 +19,7 @@ from deltic.ops.cuda.layer_offload import BUFFERS, MATRICES, HostLayer, LayerSto
 from deltic.ops.types import Block, ExpertPool, Weight
 from deltic.params import Draft
 from deltic.runner.expert_offload import host_share, offload_threads
-from deltic.runner.memory import SHARE, CardMemory, expected_card, free_on_card
+from deltic.runner.memory import SHARE, CardMemory, expected_card, free_on_card, with_steps
 
 log = logging.getLogger("deltic")
 
@@ -91,14 +91,15 @@ def plan_layers(config: ModelConfig, options: EngineConfig, dtype: str, sizes: M
     if _certainly_fits(options, whole):
         return LayerPlan()
     layers = [sum(sizes[name] for name in matrices_of(index)) for index in range(config.num_hidden_layers)]
-    choose = partial(_fewest, layers=layers, card=card, plan=partial(_strictly, plan))
+    choose = partial(_fewest, config, layers=layers, card=card, plan=partial(_strictly, plan))
     context = wanted_context(config, options)
     found = choose(options, context) or _placed(range(len(layers)), layers)
     if not found.layers:
         return found
     found = replace(found, context=context)
     try:
-        reached = _strictly(plan, found.settle(options), found.of(card))
+        settled = found.settle(options)
+        reached = _strictly(plan, settled, found.of(with_steps(card, config, settled)))
     except ConfigError as error:
         raise ConfigError(f"even with all feed-forwards in host memory, {error}", error.option) from None
     instead = [*_alternatives(config, options, choose, reached.max_context)]
@@ -110,7 +111,7 @@ def has_room(config: ModelConfig, options: EngineConfig, weights: int, plan: Pla
     card = expected_card(config, options, weights)
     if card is None:
         return False
-    return _fewest(options, wanted_context(config, options), (), card, partial(_strictly, plan)) is not None
+    return _fewest(config, options, wanted_context(config, options), (), card, partial(_strictly, plan)) is not None
 
 
 def _certainly_fits(options: EngineConfig, weights: int) -> bool:
@@ -135,12 +136,13 @@ def wanted_context(config: ModelConfig, options: EngineConfig) -> int:
     return min(options.max_context or _CONTEXT, config.max_position_embeddings)
 
 
-def _fewest(options: EngineConfig, context: int, layers: Sequence[int], card: CardMemory, plan: PlanCache
-            ) -> LayerPlan | None:
+def _fewest(config: ModelConfig, options: EngineConfig, context: int, layers: Sequence[int], card: CardMemory,
+            plan: PlanCache) -> LayerPlan | None:
     """context: tokens that the plan must promise, to one sequence unless the options ask for more."""
     options = replace(options, max_context=context)
     if options.asks_for_context:
         options = replace(options, max_batch=1)
+    card = with_steps(card, config, options)
     for count in range(len(layers) + 1):
         found = _placed(_spread(count, len(layers)), layers)
         try:

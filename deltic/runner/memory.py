@@ -195,8 +195,12 @@ def expected_card(config: ModelConfig, options: EngineConfig, weights: int) -> C
         return None
     else:
         card = CardMemory(options.gpu_memory_bytes, _CONTEXT + _OUTSIDE, 0)
-    steps = step_bytes(shard_config(config, options.shards), fit_steps(options, card.limit))
-    return replace(card, taken=card.taken + weights, steps=steps)
+    return with_steps(replace(card, taken=card.taken + weights), config, options)
+
+
+def with_steps(card: CardMemory, config: ModelConfig, options: EngineConfig) -> CardMemory:
+    """Returns the card with the memory that steps of these options work in."""
+    return replace(card, steps=step_bytes(shard_config(config, options.shards), fit_steps(options, card.limit)))
 
 
 def fit_card(options: EngineConfig) -> EngineConfig:
@@ -251,7 +255,7 @@ def step_bytes(config: ModelConfig, options: EngineConfig, unpacks: bool = False
 def working_bytes(config: ModelConfig, tokens: int, unpacks: bool = False, context: int = 0) -> int:
     """Upper bound for the bytes of a step besides weights and cache: inputs and outputs of one layer's products in two
     bytes, the residual in four, what products and recorded steps keep, and one layer's K/V of a context, gathered in
-    two bytes from one. unpacks: the experts of one layer are dequantized in a step."""
+    two bytes. unpacks: the experts of one layer are dequantized in a step."""
     linear, experts = config.linear, config.experts
     mixer = 2 * config.num_attention_heads * config.head_dim + 2 * config.num_key_value_heads * config.head_dim
     if linear:
@@ -262,7 +266,7 @@ def working_bytes(config: ModelConfig, tokens: int, unpacks: bool = False, conte
         plain = scratch_bytes(experts.count + bool(experts.shared_size), experts.size, config.hidden_size)
     if experts:
         inner = (experts.per_token + 1) * (2 * config.hidden_size + 2 * experts.size)
-    gathered = context * config.num_key_value_heads * config.head_dim * (2 * 2 + 1)
+    gathered = context * config.num_key_value_heads * config.head_dim * 2 * 2
     return tokens * (2 * (3 * mixer + inner) + 16 * config.hidden_size) + _KEPT + plain + gathered
 
 
