@@ -31,7 +31,7 @@ constexpr Kernels kTables[] = {
 
 #if defined(__aarch64__) && defined(__linux__)
 int arm_level() {
-    // bits of <asm/hwcap.h>, of which old copies lack some
+    // Bits of <asm/hwcap.h>. Old copies of that header lack some of them.
     constexpr unsigned long kDotprod = 1 << 20, kI8mm = 1 << 13;
     if (!(getauxval(AT_HWCAP) & kDotprod)) return DELTIC_PORTABLE;
     return getauxval(AT_HWCAP2) & kI8mm ? DELTIC_I8MM : DELTIC_DOTPROD;

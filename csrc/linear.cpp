@@ -647,7 +647,7 @@ void write(const uint8_t *panel, const int32_t *tile, const Columns &columns, fl
     }
 }
 
-// Several tiles, whose totals are in memory. total(slice, totals [kTogether]) makes those of a slice.
+// Several tiles, with their totals in memory. total(slice, totals [kTogether]) makes those of a slice.
 template <typename Total>
 DELTIC_INLINE void write_slices(const Columns &columns, float *y, int64_t stride, int64_t apart, int64_t rows,
                                 int64_t tokens, Total &&total) {

@@ -5,7 +5,7 @@
 
 namespace deltic {
 
-// Each includes what the operating system has to save for it.
+// A feature counts only if the operating system saves its registers.
 struct Processor {
     // avx2 with FMA and F16C; avx512: F, BW, DQ and VL; vnni, bf16 as AVX-512; amx: tiles with bytes and bfloat16
     bool intel, avx2, avx512, vnni, bf16, amx;

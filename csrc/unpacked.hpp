@@ -12,7 +12,7 @@ struct alignas(64) Unpacked {
     Native dmin;
 };
 
-// Unpacked weights as a format of which all with the same kind of scales are.
+// Unpacked weights as a format. Types with the same kind of scales share one.
 template <int Weights, int Group, Low Lows> struct Ready : Without {
     static constexpr int kWeights = Weights, kGroup = Group, kBits = 8;
     static constexpr int kOffset = Lows == kPlain ? 0 : kNone;
@@ -50,7 +50,7 @@ template <class Format> DELTIC_INLINE void unpack(const uint8_t *data, int group
     }
 }
 
-// Adds `groups` groups, the first of which is `group` of the tile's, to the totals of its tokens.
+// Adds `groups` groups to the totals of the tile's tokens. `group` is the number of the first one in the tile.
 template <class Format, int T>
 void add_unpacked(const Unpacked &weights, const Int8Tile &tile, int64_t group, int groups, Native *total) {
     using Plain = ReadyOf<Format>;

@@ -351,7 +351,7 @@ void vision(deltic_pool *pool, const Output &output) {
 
 // ---- Experts that the host computes for a GPU.
 
-void beside(int level, const Output &output) {
+void cpu_experts(int level, const Output &output) {
     constexpr int64_t hidden = 200, size = 72, experts = 3, tokens = 5, most = 2;
     auto *weights = array<uint16_t>(experts * 3 * size * hidden), *input = array<uint16_t>(DELTIC_PAGE * hidden);
     make_row(type_of(DELTIC_BF16), experts * 3 * size * hidden, (uint8_t *)weights);
@@ -396,6 +396,6 @@ int main(int count, char **arguments) {
     draft_head(pool, output);
     encoders(pool, output);
     vision(pool, output);
-    beside(level, output);
+    cpu_experts(level, output);
     if (std::fclose(output.file)) fail("cannot write");
 }
