@@ -36,10 +36,11 @@ from typing import Final
 
 from deltic.config.quantization import Quantization
 from deltic.errors import ModelError
-from deltic.loader.formats import fp4, fp8
+from deltic.loader.formats import bitsandbytes, fp4, fp8, integers, mlx
 from deltic.loader.tensors import PackedTensor, Role, Source, Stack, StoredTensor, WeightFormat
 
-FORMATS: Final[tuple[WeightFormat, ...]] = (*fp4.FORMATS, *fp8.FORMATS)
+FORMATS: Final[tuple[WeightFormat, ...]] = (
+    *fp4.FORMATS, *fp8.FORMATS, *integers.FORMATS, *mlx.FORMATS, *bitsandbytes.FORMATS)
 """Formats by priority."""
 _WEIGHT: Final = "weight"
 _EXPERTS: Final = re.compile(r"\.experts\.(gate_up|gate|up|down)_proj$")
@@ -74,7 +75,7 @@ def combine(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> 
                              "revision")
         if name in weights or name not in used:
             found[weight] = source
-    return found
+    return mlx.from_mlx(found) if mlx.in_mlx_layout(tensors) else found
 
 
 def stored_tensors(weight: str, source: Source) -> dict[str, StoredTensor | Stack]:
