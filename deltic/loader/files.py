@@ -49,6 +49,7 @@ class InMemory:
     """Tensors in memory, by their names in a checkpoint, instead of a directory."""
 
     tensors: Mapping[str, StoredTensor]
+    quantization: Quantization = PLAIN
 
     def __str__(self) -> str:
         return "`weights`"
@@ -197,7 +198,7 @@ def find_tensors(directory: Path | InMemory) -> dict[str, Source]:
     cannot be read.
     """
     if isinstance(directory, InMemory):
-        return combine(directory.tensors, PLAIN)
+        return combine(directory.tensors, directory.quantization)
     return combine(_find_stored(directory), quantization_of(directory))
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deltic.config import DType, ModelConfig
-from deltic.config.quantization import PLAIN, Quantization, read_quantization
+from deltic.config.quantization import Quantization, read_quantization
 from deltic.errors import ModelError
 from deltic.loader.catalog import REPOSITORY, repository_of
 from deltic.loader.disk import check_room, parse_json, replacing
@@ -169,7 +169,7 @@ def find_head(checkpoint: CheckpointFiles, config: ModelConfig) -> dict[str, Sou
 
 def head_in_memory(weights: InMemory, config: ModelConfig) -> dict[str, Source]:
     """Like `find_head`, for tensors in memory."""
-    return _checked_head(weights, _canonical(combine(weights.tensors, PLAIN)), config)
+    return _checked_head(weights, _canonical(combine(weights.tensors, weights.quantization)), config)
 
 
 def _canonical(tensors: Mapping[str, Source]) -> dict[str, Source]:

@@ -4,8 +4,8 @@ A format is a `WeightFormat` (deltic/loader/tensors.py), listed in FORMATS. To a
 
 1. Name its tensors (`roles`). A role has ends of a tensor's name, and its dtypes. `weight_packed` in the role `codes`
    stands for `X.weight_packed`, and makes a weight `X.weight`; for experts in one tensor, `experts.gate_up_proj`, it
-   is `experts.gate_up_proj_packed`. The names and dtypes of its required tensors tell a format from others;
-   where they do not, `methods` lists the values of `quant_method` that have it.
+   is `experts.gate_up_proj_packed` or `experts.gate_up_proj_weight_packed`. The names and dtypes of its required
+   tensors tell a format from others; where they do not, `methods` lists the values of `quant_method` that have it.
 2. `plan(tensors, quantization, module)` returns the shape of the weight and settings for `read`, from shapes, dtypes
    and the config (`Quantization.settings`; `module` is the weight's name without `.weight`). It reads no data. It
    raises ValueError with the reason if a shape or setting does not fit. Experts in one tensor are handed over one by
@@ -123,8 +123,10 @@ def _names(weight: str, role: Role) -> Iterator[str]:
     for suffix in role.suffixes:
         if weight.endswith(f".{_WEIGHT}"):
             yield weight.removesuffix(_WEIGHT) + suffix
-        else:
-            yield weight + (suffix.removeprefix(_WEIGHT) if suffix.startswith(_WEIGHT) else f"_{suffix}")
+            continue
+        if suffix.startswith(_WEIGHT):
+            yield weight + suffix.removeprefix(_WEIGHT)
+        yield f"{weight}_{suffix}"
 
 
 def _names_of(format: WeightFormat, weight: str, tensors: Mapping[str, StoredTensor]) -> dict[str, str] | None:
