@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,9 @@ class Written:
 class Kind:
     """A format. config: quantization_config. write(weight): quantizes a matrix."""
 
-    config: Mapping[str, Any]
+    config: dict[str, Any]
     write: Callable[[Tensor], Written]
     dtype: torch.dtype = torch.float16
-    key: str = field(default="quantization_config")
 
 
 def stream(codes: Tensor, bits: int) -> Tensor:
@@ -169,7 +168,7 @@ def mlx_affine(bits: int, size: int, dtype: torch.dtype = torch.bfloat16) -> Kin
         return Written({"weight": stream(codes, bits).view(torch.uint32), "scales": scales, "biases": biases},
                        values.to(dtype).float())
 
-    return Kind({"group_size": size, "bits": bits, "mode": "affine"}, write, dtype, "quantization")
+    return Kind({"group_size": size, "bits": bits, "mode": "affine"}, write, dtype)
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -194,7 +193,7 @@ def mlx_floats(mode: str) -> Kind:
         return Written({"weight": stream(codes.flatten(1), bits).view(torch.uint32), "scales": stored},
                        (table[codes] * scales[..., None]).flatten(1))
 
-    return Kind({"group_size": size, "bits": bits, "mode": mode}, write, torch.bfloat16, "quantization")
+    return Kind({"group_size": size, "bits": bits, "mode": mode}, write, torch.bfloat16)
 
 
 # bitsandbytes

@@ -10,6 +10,8 @@ from typing import Any, Final
 from deltic.errors import ModelError, show
 
 KEY: Final = "quantization_config"
+MLX_KEY: Final = "quantization"
+"""MLX's key; newer versions write both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,9 @@ def read_quantization(mapping: Mapping[str, Any], modelopt: Mapping[str, Any] | 
     """
     nested = mapping.get("text_config")
     text = nested if isinstance(nested, Mapping) else {}
-    given, mlx = mapping.get(KEY) or text.get(KEY), mapping.get("quantization")
-    if isinstance(mlx, Mapping) and "group_size" in mlx and given in (None, mlx):
-        return Quantization(MLX, mlx)
+    given = mapping.get(KEY) or text.get(KEY) or mapping.get(MLX_KEY)
+    if isinstance(given, Mapping) and "group_size" in given and "quant_method" not in given:
+        return Quantization(MLX, given)
     if given:
         return _checked(given if isinstance(given, Mapping) else {}, KEY)
     given = modelopt.get("quantization") if modelopt else None

@@ -1,0 +1,139 @@
+"""Integer weights of quantizers: the numbers of their files to the bit, whole models in every format against
+transformers, and what happens to damaged files."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from format_cases import KINDS as MODELS
+from format_cases import Quantizer, check_logits, check_weights, write_model
+from integer_cases import KINDS, Kind
+from safetensors.torch import save_file
+from support import tiny_texts
+from test_formats import CONFIGS, Form, changed_config, changed_header, examine, opened, same, shape, write
+from test_gguf_file import mutated
+from torch import Tensor
+
+from deltic.config.quantization import read_quantization
+from deltic.loader.files import read_header
+from deltic.loader.formats import combine
+from deltic.loader.gguf.convert import convert
+from deltic.loader.safetensors import read_stored
+from deltic.loader.tensors import PackedTensor
+from deltic.model.tensor_parallel import WeightSplitter
+
+
+def weight_of(rows: int, columns: int) -> Tensor:
+    """A matrix, the same everywhere: exact numbers, of other sizes in each row."""
+    places = torch.arange(rows * columns).view(rows, columns)
+    numbers = (places * 7919 + places // 13 * 104729) % 2003 - 1001
+    return numbers.float() / 1024 * (1 + torch.arange(rows) % 5)[:, None]
+
+
+def stored(place: Path, kind: Kind, weight: Tensor) -> tuple[PackedTensor, Tensor]:
+    """A matrix in a file, and its numbers."""
+    written = kind.write(weight)
+    path = place / "model.safetensors"
+    save_file({f"model.w.{name}": part.contiguous() for name, part in written.parts.items()}, path)
+    found = combine(read_header(path), read_quantization({"quantization_config": kind.config}))
+    assert [*found] == ["model.w.weight"]
+    source = found["model.w.weight"]
+    assert isinstance(source, PackedTensor) and source.shape == weight.shape
+    return source, written.values
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_numbers_of_a_matrix(name: str, tmp_path: Path) -> None:
+    """Whole, and rows that begin anywhere; in float32, and rounded once to the dtype of the scales."""
+    kind = KINDS[name]
+    source, values = stored(tmp_path, kind, weight_of(96, 128))
+    assert torch.equal(read_stored("w", source, torch.float32, torch.device("cpu")), values)
+    assert torch.equal(read_stored("w", source, kind.dtype, torch.device("cpu")), values.to(kind.dtype))
+    loaded = source.loaded()
+    for first, end in ((0, 1), (5, 37), (63, 96)):
+        assert torch.equal(loaded.read(first, end).numbers(), values[first:end])
+        part = read_stored("w", source.rows(first, end), torch.float32, torch.device("cpu"))
+        assert torch.equal(part, values[first:end])
+
+
+# Whole models
+
+
+FAMILIES = ("pack-quantized, zeros", "gptq, zeros", "awq", "mlx, 3 bits", "mlx nvfp4", "nf4, double",
+            "bitsandbytes 8 bits")
+"""A format of each family."""
+
+
+def form(name: str) -> tuple[Form, dict[str, Any]]:
+    """The format as `test_formats.write` takes it."""
+    def quantize(weight: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        written = KINDS[name].write(weight.float())
+        return written.parts, written.values
+
+    return quantize, KINDS[name].config
+
+
+@pytest.mark.parametrize("layout", ["one by one", "stacks"])
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models(name: str, config: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a draft head; whole, in pieces of rows, and in parts for two devices."""
+    numbers = write(tmp_path, CONFIGS[config], form(name), layout)
+    for chunk in (1 << 22, 7 * 64):
+        monkeypatch.setattr("deltic.loader.safetensors._CHUNK", chunk)
+        found, head = opened(tmp_path).load("float32", "cpu", None), opened(tmp_path).load_head("float32", "cpu")
+        assert head and {*found, *head} == {*numbers}
+        same({**found, **head}, numbers)
+    split = WeightSplitter(CONFIGS[config], 2).over(["cpu", "cpu"])
+    for device, part, weight in opened(tmp_path).parts("float32", split):
+        wanted = dict(split.own(part, tuple(numbers[part].shape)))[device].of(numbers[part])
+        assert torch.equal(weight, wanted), part
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_conversion_to_gguf(name: str, tmp_path: Path) -> None:
+    numbers = write(tmp_path, CONFIGS["experts"], form(name))
+    convert(opened(tmp_path), tiny_texts(), "small", tmp_path / "m.gguf", "F32")
+    found = opened(tmp_path / "m.gguf").load("float32", "cpu", None)
+    for each, tensor in found.items():
+        assert (tensor - numbers[each]).norm() <= 1e-5 * numbers[each].norm(), each
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_mutated_files_load_or_give_an_error(name: str, tmp_path: Path) -> None:
+    rng = random.Random(name)
+    config = shape(num_hidden_layers=1, layer_types=("full_attention",), intermediate_size=64)
+    write(tmp_path, config, form(name))
+    weights, settings = tmp_path / "model.safetensors", tmp_path / "config.json"
+    data, text = weights.read_bytes(), settings.read_text()
+    loaded = 0
+    for number in range(200):
+        weights.write_bytes((changed_header, mutated)[number % 2](data, rng) if number % 4 else data)
+        settings.write_text(text if number % 4 else changed_config(text, rng))
+        loaded += examine(tmp_path)
+    assert 0 < loaded < 200
+
+
+# Against transformers
+
+
+def quantizer(name: str) -> Quantizer:
+    def quantize(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        written = KINDS[name].write(weight.float())
+        return written.parts, written.values, written.values.bfloat16()
+
+    return quantize
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", ["pack-quantized, zeros", "gptq v2, zeros, order", "awq", "nf4, double"])
+def test_weights_and_logits(name: str, model: str, tmp_path: Path) -> None:
+    """Text model with experts one by one, draft head and vision tower; one layer is not quantized."""
+    written = write_model(tmp_path, model, quantizer(name), KINDS[name].config)
+    check_weights(written)
+    check_logits(written)
