@@ -53,7 +53,7 @@ _METHODS: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "auto-round": {"packing_format": ("auto_round:auto_gptq", "auto_round", "auto_round:gptqmodel",
                                       _AUTO_AWQ, "auto_round:llm_compressor", None),
                    "rotation_config": (None, {})},
-    "bitsandbytes": {},
+    "bitsandbytes": {"bnb_4bit_quant_storage": ("uint8", None)},
 }
 """Methods that can be read: the values that their keys may have."""
 _NAMES: Final = {"intel/auto-round": "auto-round"}
