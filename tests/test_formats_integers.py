@@ -3,12 +3,14 @@ transformers, and what happens to damaged files."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from expert_cases import text_of
 from format_cases import KINDS as MODELS
 from format_cases import Quantizer, check_logits, check_weights, write_model
 from integer_cases import KINDS, Kind
@@ -18,10 +20,14 @@ from test_formats import CONFIGS, Form, changed_config, changed_header, examine,
 from test_gguf_file import mutated
 from torch import Tensor
 
+from deltic.config import ModelConfig
 from deltic.config.quantization import read_quantization
+from deltic.export.program import hf_config
+from deltic.loader.dummy import random_weights
 from deltic.loader.files import read_header
 from deltic.loader.formats import combine
 from deltic.loader.gguf.convert import convert
+from deltic.loader.names import is_norm
 from deltic.loader.safetensors import read_stored
 from deltic.loader.tensors import PackedTensor
 from deltic.model.tensor_parallel import WeightSplitter
@@ -41,7 +47,7 @@ def stored(place: Path, kind: Kind, weight: Tensor) -> tuple[PackedTensor, Tenso
     save_file({f"model.w.{name}": part.contiguous() for name, part in written.parts.items()}, path)
     found = combine(read_header(path), read_quantization({"quantization_config": kind.config}))
     assert [*found] == ["model.w.weight"]
-    source = found["model.w.weight"]
+    source = found["model.w.weight"].shaped(weight.shape)
     assert isinstance(source, PackedTensor) and source.shape == weight.shape
     return source, written.values
 
@@ -92,6 +98,45 @@ def test_models(name: str, config: str, layout: str, tmp_path: Path, monkeypatch
     for device, part, weight in opened(tmp_path).parts("float32", split):
         wanted = dict(split.own(part, tuple(numbers[part].shape)))[device].of(numbers[part])
         assert torch.equal(weight, wanted), part
+
+
+def write_mlx(place: Path, config: ModelConfig, kind: Kind | None) -> dict[str, Tensor]:
+    """Writes a model as mlx-lm does, and returns its numbers by canonical name. kind: None if it is not quantized."""
+    tensors, numbers, settings = dict[str, Tensor](), dict[str, Tensor](), dict[str, Any]()
+    for name, tensor in random_weights(config, "bfloat16").items():
+        path = "language_model." + name.removesuffix(".weight").replace(".mlp.experts.", ".mlp.switch_mlp.")
+        own, numbers[name] = kind, tensor.float()
+        if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")) and kind:
+            own = KINDS["mlx, 6 bits"]
+            settings[path] = {"group_size": 32, "bits": 6}
+        if "conv1d" in name:
+            tensors[f"{path}.weight"] = tensor.movedim(1, 2)
+        elif is_norm(name) and "linear_attn" not in name:
+            tensors[f"{path}.weight"] = tensor + 1
+            numbers[name] = tensors[f"{path}.weight"].float() - 1
+        elif tensor.dim() == 1 or own is None or tensor.shape[-1] % own.config["group_size"]:
+            tensors[path + ".weight" * name.endswith("weight")] = tensor
+        else:
+            made = [own.write(matrix.float()) for matrix in tensor.reshape(-1, *tensor.shape[-2:])]
+            numbers[name] = torch.stack([each.values for each in made]).view(tensor.shape)
+            for part in made[0].parts:
+                stacked = torch.stack([each.parts[part] for each in made])
+                tensors[f"{path}.{part}"] = stacked if tensor.dim() == 3 else stacked[0]
+    place.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, place / "model.safetensors")
+    both = {key: {**kind.config, **settings} for key in ("quantization", "quantization_config")} if kind else {}
+    own_config = text_of(config) if config.experts else hf_config(config)
+    (place / "config.json").write_text(json.dumps({**own_config, **both}))
+    return numbers
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", ["mlx, 4 bits", "mlx mxfp4", "mlx nvfp4", None])
+def test_models_of_mlx(name: str | None, config: str, tmp_path: Path) -> None:
+    """Other names, layouts and norms; bits of single modules; embedding and routers are quantized, too."""
+    numbers = write_mlx(tmp_path, CONFIGS[config], KINDS[name] if name else None)
+    same(opened(tmp_path).load("float32", "cpu", None), numbers)
+    assert opened(tmp_path).load_head("float32", "cpu") is None
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -49,7 +49,8 @@ _SINGLE: Final = ((), (1,))
 
 
 def combine(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> dict[str, Source]:
-    """Combines the tensors of quantized weights, each weight at the place of its codes. Other tensors stay.
+    """Combines the tensors of quantized weights, each weight at the place of its codes. Other tensors stay. Tensors of
+    MLX get the names and the layout of Hugging Face.
 
     Raises ModelError naming a weight with missing or unsupported tensors, or one that is there twice.
     """
@@ -75,7 +76,7 @@ def combine(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> 
                              "revision")
         if name in weights or name not in used:
             found[weight] = source
-    return mlx.from_mlx(found) if mlx.in_mlx_layout(tensors) else found
+    return mlx.from_mlx(found)
 
 
 def stored_tensors(weight: str, source: Source) -> dict[str, StoredTensor | Stack]:

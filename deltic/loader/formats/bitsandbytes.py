@@ -44,7 +44,7 @@ class Blocks4(PackedRows):
     table: Tensor
     block: int
     skipped: int
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
 
     def numbers(self) -> Tensor:
         """Returns the values, float32 [rows, columns]."""
@@ -55,79 +55,81 @@ class Blocks4(PackedRows):
 
 
 def _plan_blocks(tensors: Mapping[str, StoredTensor], quantization: Quantization, module: str) -> Plan:
-    state = _state(tensors["state"])
-    rows, columns = _pair(state)
-    count, block = rows * columns, _block(state, "blocksize")
-    blocks = -(-count // block)
-    found = {"block": block, "columns": columns, "rows": rows}
-    sizes = {"codes": -(-count // 2), "factors": blocks, "table": 16}
-    if tensors["factors"].dtype == "U8":
-        found |= {"factors": _block(state, "nested_blocksize"), "offset": _offset(state)}
-        sizes |= {"nested_factors": -(-blocks // found["factors"]), "nested_table": 256}
-    for role, size in sizes.items():
-        given = math.prod(tensors[role].shape) if role in tensors else 0
-        if given != size:
-            raise ValueError(f"{role} of {given} instead of {size} numbers")
-    return (rows, columns), found
+    """The shape of the matrix is in its quant_state; here it is one row."""
+    return (2 * math.prod(tensors["codes"].shape),), {}
 
 
-def _state(stored: StoredTensor) -> Mapping[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _State:
+    """quant_state. block: weights of a block. outer: factors of a block of factors. offset: is added to factors."""
+
+    block: int
+    outer: int
+    offset: float
+
+
+def _state(tensor: PackedTensor) -> _State:
+    """Reads the quant_state, and compares sizes with it. Raises ModelError naming the file and the key."""
+    own = tensor.tensors
+    try:
+        found = _parsed(own["state"])
+        shape, block = found.get("shape"), _size(found, "blocksize")
+        if not isinstance(shape, list) or not all(type(size) is int and 0 < size < 1 << 40 for size in shape):
+            raise ValueError(f"shape {show(shape)}")
+        count = math.prod(shape)
+        sizes = {"codes": -(-count // 2), "factors": -(-count // block), "table": 16}
+        outer, offset = 1, 0.0
+        if own["factors"].dtype == "U8":
+            outer, offset = _size(found, "nested_blocksize"), found.get("nested_offset")
+            sizes |= {"nested_factors": -(-sizes["factors"] // outer), "nested_table": 256}
+        for role, size in sizes.items():
+            given = math.prod(own[role].shape) if role in own else 0
+            if given != size:
+                raise ValueError(f"{role} of {given} numbers for the shape {show(shape)}")
+        if not isinstance(offset, int | float) or not abs(offset) < 1e30:
+            raise ValueError(f"nested_offset {show(offset)}")
+    except ValueError as error:
+        raise ModelError(f"{tensor.path}: a quant_state of bitsandbytes does not belong to its weight: {error}; "
+                         "download the file again") from error
+    return _State(block, outer, float(offset))
+
+
+def _parsed(stored: StoredTensor) -> Mapping[str, Any]:
     if stored.nbytes > _MAX_STATE:
-        raise ValueError(f"a quant_state of {stored.nbytes} bytes")
+        raise ValueError(f"it has {stored.nbytes} bytes")
     try:
         found = json.loads(bytes(stored.read().flatten().tolist()))
-    except (ValueError, RecursionError) as error:
-        raise ValueError("a quant_state that is not JSON") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(found, dict):
-        raise ValueError(f"the quant_state {show(found)}")
+        raise ValueError(f"it is {show(found)}")
     return found
 
 
-def _pair(state: Mapping[str, Any]) -> tuple[int, int]:
-    match state.get("shape"):
-        case [int(rows), int(columns)] if 0 < rows < 1 << 31 and 0 < columns < 1 << 31:
-            return rows, columns
-    raise ValueError(f"the shape {show(state.get('shape'))} in its quant_state; only matrices can be read")
-
-
-def _block(state: Mapping[str, Any], key: str) -> int:
+def _size(state: Mapping[str, Any], key: str) -> int:
     found = state.get(key)
-    if found not in _BLOCKS:
-        raise ValueError(f"{key} {show(found)} in its quant_state")
-    return int(found)
-
-
-def _offset(state: Mapping[str, Any]) -> float:
-    found = state.get("nested_offset")
-    if not isinstance(found, int | float) or not abs(found) < 1e30:
-        raise ValueError(f"nested_offset {show(found)} in its quant_state")
-    return float(found)
+    if not isinstance(found, int) or found not in _BLOCKS:
+        raise ValueError(f"{key} {show(found)}")
+    return found
 
 
 def _read_blocks(tensor: PackedTensor, first: int, end: int) -> Blocks4:
-    own, columns, block = tensor.tensors, tensor.settings["columns"], tensor.settings["block"]
-    start, stop = first * columns // block, -(-end * columns // block)
-    last = min(stop * block, tensor.settings["rows"] * columns)
-    codes = _flat(own["codes"]).rows(start * block // 2, -(-last // 2)).read()
+    own, state, row = tensor.tensors, _state(tensor), math.prod(tensor.shape[1:])
+    start, stop = first * row // state.block, -(-end * row // state.block)
+    last = min(stop * state.block // 2, own["codes"].nbytes)
+    codes = _flat(own["codes"]).rows(start * state.block // 2, last).read()
     factors = _flat(own["factors"]).rows(start, stop).read()
     if factors.dtype == torch.uint8:
-        factors = _nested(tensor, factors, start)
-    return Blocks4(codes, factors.float(), own["table"].read().float().flatten(), block,
-                   first * columns - start * block, (end - first, columns))
+        outer, table = (own[role].read().flatten() for role in ("nested_factors", "nested_table"))
+        places = torch.arange(start, stop) // state.outer
+        factors = table[factors.int()].mul_(outer[places]).add_(state.offset)
+    return Blocks4(codes, factors.float(), own["table"].read().flatten(), state.block,
+                   first * row - start * state.block, (end - first, *tensor.shape[1:]))
 
 
 def _flat(stored: StoredTensor) -> StoredTensor:
     """Returns a tensor without its axes."""
     return replace(stored, shape=(math.prod(stored.shape),))
-
-
-def _nested(tensor: PackedTensor, codes: Tensor, start: int) -> Tensor:
-    """Returns the factors of blocks from `start` on, float32."""
-    block = tensor.settings["factors"]
-    factors = tensor.tensors["nested_factors"].read().float().flatten()
-    table = tensor.tensors["nested_table"].read().float().flatten()
-    own = torch.arange(start, start + len(codes)) // block
-    return table[codes.int()].mul_(factors[own]).add_(tensor.settings["offset"])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,7 +5,7 @@ modes `mxfp4`, `nvfp4` and `mxfp8` have scales of 8 bits and no biases. `quantiz
 size, and those of single modules under their names.
 
 Convolutions have their channels last, norms already contain the 1 that Qwen's models add to them, experts are called
-`switch_mlp` and the vision tower `vision_tower`. The layout of the convolutions shows that tensors are MLX's.
+`switch_mlp` and the vision tower `vision_tower`. The layout of the convolutions shows that a hybrid model is MLX's.
 """
 
 from __future__ import annotations
@@ -126,34 +126,39 @@ def _layout(name: str, turn: Callable[[Tensor], Tensor]) -> WeightFormat:
 _CHANNELS_LAST: Final = _layout("channels last", lambda rows: rows.movedim(-1, 1))
 _WITH_ONE: Final = _layout("norm plus 1", lambda rows: rows - 1)
 _CONVOLUTION: Final = re.compile(r"\.linear_attn\.conv1d\.weight$")
-_PATCH: Final = re.compile(r"vision_tower\.patch_embed\.proj\.weight$")
-_NORMS: Final = re.compile(r"\.(?:input_layernorm|post_attention_layernorm|model\.norm|[qk]_norm)\.weight$")
-_RENAMED: Final = ((re.compile(r"^vision_tower\."), "visual."), (re.compile(r"\.mlp\.switch_mlp\."), ".mlp.experts."))
+_PATCH: Final = re.compile(r"^vision_tower\.patch_embed\.proj\.weight$")
+_NORM: Final = re.compile(r"\.(?:input_layernorm|post_attention_layernorm|model\.norm|[qk]_norm)\.weight$")
+_EXPERTS: Final = ".mlp.switch_mlp."
+_TOWER: Final = "vision_tower."
 
 
-def in_mlx_layout(tensors: Mapping[str, StoredTensor]) -> bool:
-    """True if convolutions have their channels last."""
-    return any(_CONVOLUTION.search(name) and len(stored.shape) == 3 and stored.shape[2] == 1 < stored.shape[1]
-               for name, stored in tensors.items())
-
-
-def from_mlx(tensors: Mapping[str, Source]) -> dict[str, Source]:
+def from_mlx(tensors: dict[str, Source]) -> dict[str, Source]:
     """Returns tensors under the names and in the layout of Hugging Face. Raises ModelError for a name given twice."""
+    hybrid = any(_CONVOLUTION.search(name) and _has_channels_last(source) for name, source in tensors.items())
+    if not hybrid and not any(_EXPERTS in name for name in tensors):
+        return tensors
     found = dict[str, Source]()
     for name, source in tensors.items():
-        new = name
-        for pattern, replacement in _RENAMED:
-            new = pattern.sub(replacement, new)
+        new = name.replace(_EXPERTS, ".mlp.experts.")
+        if hybrid:
+            source = _turned(name, source)
+            new = f"visual.{new.removeprefix(_TOWER)}" if new.startswith(_TOWER) else new
         if new in found:
             raise ModelError(f"tensor {new[:200]!r} is given twice; keep the files of one revision")
-        found[new] = _turned(name, source) if isinstance(source, StoredTensor) and source.dtype in FLOATS else source
+        found[new] = source
     return found
 
 
-def _turned(name: str, stored: StoredTensor) -> Source:
-    shape = stored.shape
-    if _NORMS.search(name) and len(shape) == 1:
-        return PackedTensor(_WITH_ONE, shape, {"codes": stored}, {})
-    if (_CONVOLUTION.search(name) and len(shape) == 3) or (_PATCH.search(name) and len(shape) == 5):
-        return PackedTensor(_CHANNELS_LAST, (shape[0], shape[-1], *shape[1:-1]), {"codes": stored}, {})
-    return stored
+def _has_channels_last(source: Source) -> bool:
+    return len(source.shape) == 3 and source.shape[2] == 1 < source.shape[1]
+
+
+def _turned(name: str, source: Source) -> Source:
+    """Returns a norm or a convolution in the layout of Hugging Face."""
+    shape, axes = source.shape, len(source.shape)
+    if isinstance(source, StoredTensor) and source.dtype in FLOATS:
+        if axes == 1 and _NORM.search(name):
+            return PackedTensor(_WITH_ONE, shape, {"codes": source}, {})
+        if (axes == 3 and _CONVOLUTION.search(name)) or (axes == 5 and _PATCH.search(name)):
+            return PackedTensor(_CHANNELS_LAST, (shape[0], shape[-1], *shape[1:-1]), {"codes": source}, {})
+    return source
