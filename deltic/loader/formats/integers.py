@@ -15,6 +15,7 @@ Groups have the same number of columns and follow each other, unless the file ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -66,11 +67,12 @@ def unpack(stream: Tensor, bits: int, first: int, end: int) -> Tensor:
     count = end - start
     words = stream[:, start * bits // WORD:words_of(end, bits)].clone(memory_format=torch.contiguous_format)
     octets = words.view(torch.uint8)
-    eights = -(-count // 8)  # eight codes fill `bits` bytes
-    missing = max(0, eights * bits - octets.shape[1])
-    octets = torch.nn.functional.pad(octets, (0, missing))[:, :eights * bits].unflatten(1, (eights, bits))
-    codes = torch.empty(len(octets), eights, 8, dtype=torch.uint8)
-    for index in range(8):
+    per_unit, size = 8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)  # the least codes that fill whole bytes
+    units = -(-count // per_unit)
+    missing = max(0, units * size - octets.shape[1])
+    octets = torch.nn.functional.pad(octets, (0, missing))[:, :units * size].unflatten(1, (units, size))
+    codes = torch.empty(len(octets), units, per_unit, dtype=torch.uint8)
+    for index in range(per_unit):
         byte, shift = divmod(index * bits, 8)
         code = octets[..., byte] >> shift
         if shift + bits > 8:
@@ -99,17 +101,15 @@ def _check_shape(tensors: Mapping[str, StoredTensor], role: str, shape: Shape) -
 
 
 def _groups(tensor: PackedTensor) -> Tensor | None:
-    """Returns the group of each column, if the file has it, or if columns do not fill groups."""
+    """Returns the group of each column, unless groups follow each other and have the same number of columns."""
     count, columns, size = (tensor.settings[key] for key in ("groups", "columns", "size"))
-    stored = tensor.tensors.get("order")
-    if stored is not None:
-        found = stored.read().long()
-        if int(found.max()) >= 0:  # old versions of compressed-tensors write -1 for no order
-            if not 0 <= int(found.min()) <= int(found.max()) < count:
-                raise ModelError(f"{stored.path}: the group of a column (g_idx) is not one of {count}; download the "
-                                 "file again")
-            return found
-    return None if count * size == columns else torch.arange(columns) // size
+    following, stored = torch.arange(columns) // size, tensor.tensors.get("order")
+    found = following if stored is None else stored.read().long()
+    if int(found.max()) < 0:  # old versions of compressed-tensors write -1 for no order
+        found = following
+    if not 0 <= int(found.min()) <= int(found.max()) < count:
+        raise ModelError(f"{tensor.path}: the group of a column (g_idx) is none of {count}; download the file again")
+    return None if count * size == columns and torch.equal(found, following) else found
 
 
 def _size(columns: int, groups: int, quantization: Quantization) -> int:
@@ -127,12 +127,15 @@ def _size(columns: int, groups: int, quantization: Quantization) -> int:
 
 def _plan_packed(tensors: Mapping[str, StoredTensor], quantization: Quantization, module: str) -> Plan:
     (rows, words), (scaled, groups) = pairs(tensors, "codes", "scales")
-    found = {columns: bits for bits, size in _schemes(quantization)
-             if words_of(columns := groups * size if size else words * WORD // bits, bits) == words}
-    if len(found) > 1:  # such as 4 bits with groups of 128, and 8 bits with groups of 64
+    found = dict[int, int]()
+    for bits, size in _schemes(quantization):
+        columns = groups * size if size else words * WORD // bits
+        if words_of(columns, bits) == words and (size or groups == 1):
+            found[columns] = bits
+    if len(found) > 1 and "shape" in tensors:  # such as 4 bits in groups of 128, and 8 bits in groups of 64
         columns = int(tensors["shape"].read().flatten()[-1])
         found = {columns: found[columns]} if columns in found else {}
-    if scaled != rows or not found:
+    if scaled != rows or len(found) != 1:
         raise ValueError(f"codes of shape {[rows, words]} and scales of shape {[scaled, groups]}, which no group of "
                          "config_groups has")
     (columns, bits), = found.items()
