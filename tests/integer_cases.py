@@ -211,7 +211,7 @@ def bnb4(double: bool = False, block: int = 64) -> Kind:
         padded = torch.nn.functional.pad(flat, (0, -len(flat) % block)).view(-1, block)
         factors = padded.abs().amax(1).clamp(min=2**-10)
         state: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [*weight.shape]}
-        parts = {"weight.quant_map": NF4}
+        parts = {"weight.quant_map": NF4.clone()}
         if double:
             offset = factors.mean()
             table = torch.arange(-128, 128) / 127.0

@@ -6,6 +6,7 @@ A tool that is not installed is skipped; `test_formats_integers.py` has what the
 from __future__ import annotations
 
 import json
+import shutil
 import zlib
 from collections.abc import Callable
 from functools import cache, partial
@@ -18,8 +19,15 @@ import torch
 from format_cases import KINDS as MODELS
 from format_cases import Quantizer, check_logits, check_weights, write_model
 from integer_cases import KINDS, in_order, rounded
+from safetensors.torch import load_file, save_file
+from support import same_logits, session_over
 from test_formats_integers import RECORDED, weight_of
 from torch import Tensor
+
+from deltic.config import EngineConfig
+from deltic.engine.loading import load
+from deltic.loader.model_files import open_model
+from deltic.loader.names import is_norm
 
 Made = tuple[Quantizer, dict[str, Any]]
 
@@ -122,8 +130,9 @@ def by_gptqmodel(format: str, bits: int, symmetric: bool, size: int, order: bool
 def to_mlx(tensor: Tensor) -> Any:
     import mlx.core as mx
 
-    found = mx.array(tensor.float().numpy())
-    return found.astype(mx.bfloat16) if tensor.dtype == torch.bfloat16 else found
+    bfloat16 = tensor.dtype == torch.bfloat16
+    found = mx.array((tensor.float() if bfloat16 else tensor).numpy())
+    return found.astype(mx.bfloat16) if bfloat16 else found
 
 
 def from_mlx(array: Any) -> Tensor:
@@ -201,6 +210,10 @@ QUANTIZERS: dict[str, Callable[[], Made]] = {
 }
 
 
+BY_COLUMN = ("auto-round", "gptqmodel")
+"""Tools that leave out matrices with a number of rows that fills no words, and vision towers."""
+
+
 @cache
 def quantizer(name: str) -> Made:
     return QUANTIZERS[name]()
@@ -210,6 +223,133 @@ def quantizer(name: str) -> Made:
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_numbers_and_logits_are_the_tools(name: str, kind: str, tmp_path: Path) -> None:
-    written = write_model(tmp_path, kind, *quantizer(name))
+    kept = r"layers\.1\.|lm_head|visual" if name.startswith(BY_COLUMN) else r"layers\.1\."
+    written = write_model(tmp_path, kind, *quantizer(name), kept=kept)
     check_weights(written)
     check_logits(written)
+
+
+# The writers of integer_cases
+
+
+def dequantized(name: str, parts: dict[str, Tensor], config: dict[str, Any]) -> Tensor:
+    """The numbers of a matrix as a tool computes them, float32."""
+    method = config.get("quant_method", "mlx")
+    if method == "compressed-tensors":
+        compressors = pytest.importorskip("compressed_tensors.compressors")
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+        args = QuantizationArgs(**config["config_groups"]["group_0"]["weights"])
+        compressor = compressors.BaseCompressor.get_value_from_registry(config["format"])
+        wide = {**parts, "weight_scale": parts["weight_scale"].float()}
+        return compressor.decompress(wide, QuantizationScheme(targets=["Linear"], weights=args))["weight"]
+    if method == "mlx":
+        mx = pytest.importorskip("mlx.core")
+        codes = to_mlx(parts["weight"].view(torch.int32)).view(mx.uint32)
+        biases = to_mlx(parts["biases"]) if "biases" in parts else None
+        return from_mlx(mx.dequantize(codes, to_mlx(parts["scales"]), biases, **config)).float()
+    if method == "bitsandbytes":
+        functional = pytest.importorskip("bitsandbytes").functional
+        if "SCB" in parts:
+            return functional.int8_vectorwise_dequant(parts["weight"], parts["SCB"])
+        state = {end.removeprefix("weight."): part for end, part in parts.items() if end != "weight"}
+        loaded = functional.QuantState.from_dict(state, torch.device("cpu"))
+        loaded.dtype = torch.float32
+        return functional.dequantize_4bit(parts["weight"], loaded)
+    pytest.importorskip("auto_round")
+    from auto_round.export.export_to_awq.utils import dequantize_gemm
+    from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
+
+    words, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"].float()
+    if "awq" in name:
+        return dequantize_gemm(words, zeros, scales, config["bits"], config["group_size"]).t()
+    second = "gptq_v2" in config.values() or config.get("packing_format") == "auto_round"
+    columns = words.shape[0] * 32 // config["bits"]
+    made: Any = (qlinear_torch if second else qlinear_torch_zp).QuantLinear(
+        config["bits"], config["group_size"], columns, words.shape[1], bias=False, g_idx="g_idx" in parts)
+    made.qweight, made.qzeros, made.scales = words, zeros, scales
+    if "g_idx" in parts:
+        made.g_idx = parts["g_idx"]
+    return made(torch.eye(columns)).t()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in KINDS if "order" not in name or "gptq" in name])
+def test_writers_and_tools_agree(name: str) -> None:
+    """compressed-tensors has given up the group of each column."""
+    written = KINDS[name].write(weight_of(96, 128))
+    found = dequantized(name, written.parts, KINDS[name].config).contiguous()
+    assert torch.equal(found, written.values)
+    assert zlib.crc32(found.numpy().tobytes()) == RECORDED[name]
+
+
+# Whole models of MLX
+
+
+def write_mlx(package: str, plain: Path, place: Path, tokens: Tensor, size: int, bits: int, mode: str) -> Tensor:
+    """Quantizes a model of transformers with mlx-lm or mlx-vlm, and returns MLX's logits."""
+    import mlx.core as mx
+
+    utils = pytest.importorskip(f"{package}.utils")
+    loaded = utils.load_model(plain, lazy=False)
+    model, config = loaded if isinstance(loaded, tuple) else (loaded, utils.load_config(plain))
+    if size:
+        quantize = pytest.importorskip("mlx_lm.utils").quantize_model
+        model, config = quantize(model, config, size, bits, mode=mode)
+    place.mkdir()
+    (utils.save_model if package == "mlx_lm" else utils.save_weights)(place, model)
+    utils.save_config(config, place / "config.json")
+    found = model(mx.array(tokens.numpy())[None])
+    return from_mlx((found if package == "mlx_lm" else found.logits)[0].astype(mx.float32))
+
+
+def numbers_of(place: Path) -> dict[str, Tensor]:
+    """The numbers of a file of MLX, under its own names."""
+    import mlx.core as mx
+
+    config, found = json.loads((place / "config.json").read_text()).get("quantization", {}), dict[str, Tensor]()
+    stored = mx.load(str(place / "model.safetensors"))
+    for name, array in stored.items():
+        module = name.removesuffix(".weight")
+        if f"{module}.scales" in stored and name.endswith(".weight"):
+            own = {"mode": "affine"} | {key: config[key] for key in ("bits", "group_size", "mode")}
+            own |= config.get(module) or {}
+            parts = (stored[f"{module}.scales"], stored.get(f"{module}.biases"))
+            found[name] = from_mlx(mx.dequantize(array, *parts, **own))
+        elif not name.endswith((".scales", ".biases")):
+            found[name] = from_mlx(array)
+    return {name: tensor.float() for name, tensor in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("package, size, bits, mode", [
+    ("mlx_lm", 0, 0, ""), ("mlx_lm", 32, 4, "affine"), ("mlx_lm", 32, 4, "mxfp4"), ("mlx_lm", 16, 4, "nvfp4"),
+    ("mlx_vlm", 0, 0, ""), ("mlx_vlm", 64, 8, "affine")])
+def test_models_of_mlx(package: str, size: int, bits: int, mode: str, kind: str, tmp_path: Path) -> None:
+    """Names, layouts and norms are MLX's; the vision tower, too; logits are MLX's own."""
+    pytest.importorskip("mlx.core")
+    written = write_model(tmp_path, kind, lambda module, weight: ({"weight": weight}, weight.float(), weight), {})
+    (tmp_path / "text").mkdir()
+    save_file({name: tensor for name, tensor in load_file(written.plain / "model.safetensors").items()
+               if not name.startswith("mtp.")}, tmp_path / "text" / "model.safetensors", {"format": "pt"})
+    shutil.copy(written.plain / "config.json", tmp_path / "text")
+    tokens = torch.randint(0, 290, (40,), generator=torch.Generator().manual_seed(3))
+    expected = write_mlx(package, tmp_path / "text", tmp_path / "mlx", tokens, size, bits, mode)
+    files, numbers = open_model(tmp_path / "mlx", progress=False), numbers_of(tmp_path / "mlx")
+    found = files.load("float32", "cpu", None)
+    assert files.load_head("float32", "cpu") is None
+    for name, tensor in found.items():
+        theirs = numbers[f"language_model.{name}".replace(".mlp.experts.", ".mlp.switch_mlp.")]
+        if "conv1d" in name:
+            theirs = theirs.movedim(1, 2)
+        elif is_norm(name) and "linear_attn" not in name:
+            theirs = theirs - 1
+        assert torch.equal(tensor, theirs), name
+    if package == "mlx_vlm":
+        (tmp_path / "mlx" / "preprocessor_config.json").write_text(json.dumps({"patch_size": 4}))
+        tower = open_model(tmp_path / "mlx", progress=False).load_tower("float32", "cpu")
+        wanted = open_model(written.plain, progress=False).load_tower("float32", "cpu")
+        assert tower and wanted and not [name for name in wanted if not torch.equal(tower[name], wanted[name])]
+    ours = load(str(tmp_path / "mlx"), EngineConfig(dtype="float32", memory="8MiB", threads=1))
+    same_logits(expected, session_over(ours, batch=2, budget=512).prefill(tokens.tolist(), all_logits=True), 1e-3)

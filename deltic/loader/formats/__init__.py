@@ -179,12 +179,13 @@ def _packed(format: WeightFormat, weight: str, parts: Mapping[str, StoredTensor]
 
 
 def _experts(parts: Mapping[str, StoredTensor], count: int) -> Iterator[dict[str, StoredTensor]]:
-    """Yields the tensors of each expert. Tensors of a single number belong to all of them."""
+    """Yields the tensors of each expert. Tensors of a single number, and the shape of all, belong to all of them."""
+    shared = {role: stored for role, stored in parts.items() if stored.shape in _SINGLE or role == "shape"}
     for role, stored in parts.items():
-        if stored.shape not in _SINGLE and stored.shape[0] != count:
+        if role not in shared and stored.shape[0] != count:
             raise ValueError(f"{role} of shape {list(stored.shape)} for {count} experts")
     for index in range(count):
-        yield {role: stored if stored.shape in _SINGLE else _entry(stored, index) for role, stored in parts.items()}
+        yield {role: shared.get(role) or _entry(stored, index) for role, stored in parts.items()}
 
 
 def _entry(stored: StoredTensor, index: int) -> StoredTensor:

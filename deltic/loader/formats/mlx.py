@@ -55,8 +55,8 @@ def _plan(tensors: Mapping[str, StoredTensor], quantization: Quantization, modul
     given = own if isinstance(own, Mapping) else quantization.settings
     bits, size = given.get("bits"), given.get("group_size")
     affine = "biases" in tensors
-    if not isinstance(size, int) or not 0 < size < 1 << 31 or (
-            bits not in _AFFINE_BITS if affine else (bits, size) not in _MODES):
+    known = isinstance(bits, int) and isinstance(size, int) and 0 < size < 1 << 31
+    if not known or (bits not in _AFFINE_BITS if affine else (bits, size) not in _MODES):
         raise ValueError(f"{show(bits)} bits and groups of {show(size)} columns")
     columns = scales[1] * size
     if scales[0] != rows or words_of(columns, bits) != words:
@@ -127,7 +127,7 @@ _CHANNELS_LAST: Final = _layout("channels last", lambda rows: rows.movedim(-1, 1
 _WITH_ONE: Final = _layout("norm plus 1", lambda rows: rows - 1)
 _CONVOLUTION: Final = re.compile(r"\.linear_attn\.conv1d\.weight$")
 _PATCH: Final = re.compile(r"^vision_tower\.patch_embed\.proj\.weight$")
-_NORM: Final = re.compile(r"\.(?:input_layernorm|post_attention_layernorm|model\.norm|[qk]_norm)\.weight$")
+_NORM: Final = re.compile(r"(?:^|\.)(?:input_layernorm|post_attention_layernorm|model\.norm|[qk]_norm)\.weight$")
 _EXPERTS: Final = ".mlp.switch_mlp."
 _TOWER: Final = "vision_tower."
 
