@@ -53,7 +53,18 @@ def stored(place: Path, kind: Kind, weight: Tensor) -> tuple[PackedTensor, Tenso
     return source, written.values
 
 
-RECORDED: dict[str, int] = {}
+RECORDED: dict[str, int] = {
+    "pack-quantized": 3328401688, "pack-quantized, zeros": 749891402, "pack-quantized, 8 bits by row": 1089683536,
+    "pack-quantized, 8 bits by row, zeros": 4047739068, "pack-quantized, 3 bits": 2036398241,
+    "pack-quantized, 6 bits": 1869714752, "int-quantized": 2828277659, "int-quantized, zeros": 4047739068,
+    "gptq": 3353491153, "gptq, zeros": 2866573579, "gptq v2, zeros, order": 3493418357,
+    "gptq, order, one group": 879412129, "gptq, 8 bits": 2202955244, "gptq, 3 bits": 2193661437,
+    "gptq, 2 bits": 3506497400, "awq": 2866573579, "auto-round": 3353491153, "auto-round, zeros": 2866573579,
+    "auto-round, 5 bits": 3215208738, "auto-round awq": 2866573579, "auto-round awq, 6 bits": 2312335181,
+    "mlx, 2 bits": 2762070619, "mlx, 3 bits": 1880340963, "mlx, 4 bits": 3074426043, "mlx, 5 bits": 1280047945,
+    "mlx, 6 bits": 1663960714, "mlx, 8 bits": 1055616995, "mlx, float32": 1644297330, "mlx, float16": 2270501175,
+    "mlx mxfp4": 3425446759, "mlx nvfp4": 332442266, "mlx mxfp8": 3642221965, "nf4": 1549625031,
+    "nf4, double": 3147329370, "bitsandbytes 8 bits": 439882959}
 """crc32 of the numbers of `weight_of(96, 128)`, float32, that the tools computed (test_formats_integer_tools.py)."""
 
 
