@@ -17,6 +17,7 @@ from expert_cases import text_of
 from safetensors.torch import load_file, save_file
 from support import moe_shape, odd_shape, tiny_texts
 from test_gguf_file import mutated
+from test_tensor_parallel import needs_kernels, wide_shape
 from torch import Tensor
 
 from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
@@ -31,7 +32,11 @@ from deltic.loader.model_files import ModelFiles, open_model
 from deltic.loader.mtp_head import directory_checkpoint, extract_head, find_head, load_stored_head
 from deltic.loader.tensors import PackedTensor
 from deltic.model.tensor_parallel import WeightSplitter
+from deltic.ops import select
+from deltic.ops.cuda.quantized import Tiles, tiles_form
 from deltic.ops.parts import one_device
+from deltic.runner import weights
+from deltic.runner.layer_offload import LayerPlan
 
 # Formats as plain arithmetic
 
@@ -201,7 +206,7 @@ def test_numbers(form: str, config: str, tmp_path: Path) -> None:
 def test_pieces_of_rows(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where they begin inside of a block."""
     numbers = write(tmp_path, CONFIGS["dense"], form)
-    for chunk in (1, 7 * 64, 200 * 64):
+    for chunk in (3 * 64, 200 * 64):
         monkeypatch.setattr("deltic.loader.safetensors._CHUNK", chunk)
         same(opened(tmp_path).load("float32", "cpu", None), numbers)
 
@@ -256,10 +261,10 @@ def nibble_values(codes: Tensor) -> Tensor:
     return torch.tensor([*E2M1, *-E2M1])[both]
 
 
-def test_formats_by_layer(tmp_path: Path) -> None:
-    """A file may have several formats; those of the config's top level do not matter."""
-    numbers = write(tmp_path, CONFIGS["dense"], "NVFP4 of ModelOpt")
-    other = write(tmp_path / "other", CONFIGS["dense"], "FP8 by matrix")
+def write_mixed(tmp_path: Path, config: ModelConfig) -> dict[str, Tensor]:
+    """Writes a checkpoint with layer 0 in NVFP4, others in FP8, and returns its numbers."""
+    numbers = write(tmp_path, config, "NVFP4 of ModelOpt")
+    other = write(tmp_path / "other", config, "FP8 by matrix")
     stored = {**{name: tensor for name, tensor in load_file(tmp_path / "model.safetensors").items() if ".0." in name},
               **{name: tensor for name, tensor in load_file(tmp_path / "other" / "model.safetensors").items()
                  if ".0." not in name}}
@@ -267,15 +272,35 @@ def test_formats_by_layer(tmp_path: Path) -> None:
     layers = {"model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
               "model.layers.2.mlp.up_proj": {"quant_algo": "FP8"}}
     settings = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    (tmp_path / "config.json").write_text(json.dumps({**hf_config(CONFIGS["dense"]), "quantization_config": settings}))
-    wanted = {name: tensor if ".0." in name else other[name] for name, tensor in numbers.items()}
-    same(opened(tmp_path).load("float32", "cpu", None), wanted)
+    (tmp_path / "config.json").write_text(json.dumps({**hf_config(config), "quantization_config": settings}))
+    return {name: tensor if ".0." in name else other[name] for name, tensor in numbers.items()}
+
+
+def test_formats_by_layer(tmp_path: Path) -> None:
+    numbers = write_mixed(tmp_path, CONFIGS["dense"])
+    same(opened(tmp_path).load("float32", "cpu", None), numbers)
     kinds = {source.dtype for source in find_tensors(tmp_path).values() if isinstance(source, PackedTensor)}
     assert kinds == {"NVFP4", "F8_E4M3"}
     kept = [name for _, name, weight in opened(tmp_path).parts("float32", one_device("cpu"), float8=True)
             if isinstance(weight, Float8)]
     assert kept and all(".0." not in name for name in kept)
     assert opened(tmp_path).float8_names() == {*kept}
+
+
+@needs_kernels
+def test_bytes_on_a_gpu_that_keeps_float8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVFP4 becomes bfloat16 there."""
+    config = wide_shape()
+    write_mixed(tmp_path, config)
+    monkeypatch.setattr(weights, "packed_form", lambda options, device: tiles_form("cpu"))
+    monkeypatch.setattr(weights, "keeps_float8", lambda *_: True)
+    files = opened(tmp_path)
+    source = weights.OpenedModel("m", config, files.generation, files)
+    reader = weights.WeightReader(source, EngineConfig(device="cpu", dtype="bfloat16"), select((), "cpu"), "bfloat16")
+    (found,), _ = reader.read(LayerPlan())
+    assert reader.sizes() == {name: weight.nbytes for name, weight in found.items()}  # type: ignore[union-attr]
+    assert {weight.type for weight in found.values() if isinstance(weight, Tiles)} == {"FP8"}
+    assert isinstance(found["model.layers.0.mlp.up_proj.weight"], Tensor)
 
 
 def test_unused_scales_are_noted_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -421,11 +446,11 @@ def test_mutated_files_load_or_give_an_error(form: str, tmp_path: Path) -> None:
     rng = random.Random(form)
     config = shape(num_hidden_layers=1, layer_types=("full_attention",), intermediate_size=64)
     write(tmp_path, config, form)
-    weights, settings = tmp_path / "model.safetensors", tmp_path / "config.json"
-    data, text = weights.read_bytes(), settings.read_text()
+    tensors, settings = tmp_path / "model.safetensors", tmp_path / "config.json"
+    data, text = tensors.read_bytes(), settings.read_text()
     loaded = 0
     for number in range(200):
-        weights.write_bytes((changed_header, mutated)[number % 2](data, rng) if number % 4 else data)
+        tensors.write_bytes((changed_header, mutated)[number % 2](data, rng) if number % 4 else data)
         settings.write_text(text if number % 4 else changed_config(text, rng))
         loaded += examine(tmp_path)
     assert 0 < loaded < 200

@@ -30,7 +30,7 @@ formats by layer need no code.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -67,7 +67,7 @@ def combine(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> 
                 break
         else:
             if candidates:
-                raise _incomplete(*candidates[-1], tensors)
+                raise _incomplete(candidates, tensors)
     found = dict[str, Source]()
     for name, stored in tensors.items():
         weight, source = weights.get(name, (name, stored))
@@ -132,19 +132,23 @@ def _names(weight: str, role: Role) -> Iterator[str]:
 
 def _names_of(format: WeightFormat, weight: str, tensors: Mapping[str, StoredTensor]) -> dict[str, str] | None:
     """Returns the names of a weight's tensors by role; None if a required one is absent or of another dtype."""
+    found = _present(format, weight, tensors)
+    return found if all(key in found for key, role in format.roles.items() if role.required) else None
+
+
+def _present(format: WeightFormat, weight: str, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Returns the names of a weight's tensors that have dtypes of their roles."""
     found = dict[str, str]()
     for key, role in format.roles.items():
-        name = next((name for name in _names(weight, role)
-                     if name in tensors and tensors[name].dtype in role.dtypes), None)
-        if name is not None:
-            found[key] = name
-        elif role.required:
-            return None
+        for name in _names(weight, role):
+            if name in tensors and tensors[name].dtype in role.dtypes:
+                found.setdefault(key, name)
     return found
 
 
-def _incomplete(format: WeightFormat, weight: str, tensors: Mapping[str, StoredTensor]) -> ModelError:
-    """Returns the error about the first required tensor that a weight lacks."""
+def _incomplete(candidates: Sequence[tuple[WeightFormat, str]], tensors: Mapping[str, StoredTensor]) -> ModelError:
+    """Returns the error about the first required tensor that a weight lacks, in the format that fits best."""
+    format, weight = max(reversed(candidates), key=lambda each: len(_present(*each, tensors)))
     for key, role in format.roles.items():
         names = [*_names(weight, role)]
         given = [tensors[name] for name in names if name in tensors]
