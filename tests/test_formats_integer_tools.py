@@ -163,6 +163,7 @@ def by_mlx(mode: str, bits: int, size: int) -> Made:
 
 def by_bitsandbytes(kind: str, double: bool = False) -> Made:
     functional = pytest.importorskip("bitsandbytes").functional
+    ops = pytest.importorskip("bitsandbytes.backends.default.ops")
 
     def quantize(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         if kind == "int8":
@@ -172,10 +173,14 @@ def by_bitsandbytes(kind: str, double: bool = False) -> Made:
             return {"weight": codes, "SCB": scales, "weight_format": layout}, exact, exact.bfloat16()
         codes, state = functional.quantize_4bit(weight, compress_statistics=double, quant_type=kind)
         parts = {"weight": codes, **{f"weight.{name}": part for name, part in state.as_dict(packed=True).items()}}
-        both = []
-        for state.dtype in (torch.float32, torch.bfloat16):
-            both.append(functional.dequantize_4bit(codes, state))
-        return parts, both[0], both[1]
+        # the kernel for CPUs of bitsandbytes 0.50 mixes the blocks of rows that do not fill theirs
+        plain = getattr(ops._dequantize_4bit_compute, "__wrapped__", ops._dequantize_4bit_compute)
+        factors = state.absmax
+        if double:
+            factors = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
+        exact, rounded = (plain(codes.flatten(), factors, state.code, state.blocksize, weight.shape, dtype)
+                          for dtype in (torch.float32, torch.bfloat16))
+        return parts, exact, rounded
 
     return quantize, {"quant_method": "bitsandbytes", "load_in_4bit": kind != "int8", "bnb_4bit_quant_type": kind,
                       "bnb_4bit_use_double_quant": double, "llm_int8_skip_modules": ["lm_head"]}
@@ -220,6 +225,7 @@ def quantizer(name: str) -> Made:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # GPTQModel leaves temporary directories
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_numbers_and_logits_are_the_tools(name: str, kind: str, tmp_path: Path) -> None:
