@@ -247,7 +247,7 @@ def _read_part(name: str, stored: StoredTensor | PackedTensor, result: torch.Ten
 def _read_packed(name: str, stored: PackedTensor, result: torch.Tensor) -> None:
     """Reads and dequantizes a weight, some rows at a time."""
     rows = result.view(stored.shape)
-    step = max(1, _CHUNK * len(rows) // max(1, result.numel()))
+    step = max(1, _CHUNK // 4 * len(rows) // max(1, result.numel()))  # temporaries have several times that size
     source = stored.loaded()
     for first in range(0, len(rows), step):
         piece = rows[first:first + step]

@@ -64,21 +64,28 @@ class Integers(PackedRows):
 def unpack(stream: Tensor, bits: int, first: int, end: int) -> Tensor:
     """Returns the codes [first, end) of each row of a stream, int32 [rows, words], as uint8 [rows, end - first]."""
     start = first // WORD * WORD
-    count = end - start
-    words = stream[:, start * bits // WORD:words_of(end, bits)].clone(memory_format=torch.contiguous_format)
-    octets = words.view(torch.uint8)
-    per_unit, size = 8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)  # the least codes that fill whole bytes
-    units = -(-count // per_unit)
-    missing = max(0, units * size - octets.shape[1])
-    octets = torch.nn.functional.pad(octets, (0, missing))[:, :units * size].unflatten(1, (units, size))
-    codes = torch.empty(len(octets), units, per_unit, dtype=torch.uint8)
-    for index in range(per_unit):
+    octets = _octets(stream, bits, start, end)
+    size = bits // math.gcd(bits, 8)  # the least bytes that hold whole codes
+    padded = torch.nn.functional.pad(octets, (0, -octets.shape[1] % size))
+    return _split(padded.view(-1, size), bits).view(len(stream), -1)[:, first - start:end - start]
+
+
+def _octets(stream: Tensor, bits: int, start: int, end: int) -> Tensor:
+    """Returns the bytes of the words that hold these codes of each row, [rows, bytes]. They begin with a word."""
+    words = stream[:, start * bits // WORD:words_of(end, bits)]
+    return words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def _split(octets: Tensor, bits: int) -> Tensor:
+    """Returns the codes of units of whole bytes, uint8 [units, bytes, ...] -> [units, codes, ...]."""
+    codes = octets.new_empty(len(octets), octets.shape[1] * 8 // bits, *octets.shape[2:])
+    for index in range(codes.shape[1]):
         byte, shift = divmod(index * bits, 8)
-        code = octets[..., byte] >> shift
+        code = octets[:, byte] >> shift
         if shift + bits > 8:
-            code |= octets[..., byte + 1] << (8 - shift)
-        codes[..., index] = code & ((1 << bits) - 1)
-    return codes.flatten(1)[:, first - start:count]
+            code |= octets[:, byte + 1] << (8 - shift)
+        codes[:, index] = code & ((1 << bits) - 1)
+    return codes
 
 
 def words_of(count: int, bits: int) -> int:
@@ -243,8 +250,10 @@ def _read_awq(tensor: PackedTensor, first: int, end: int) -> Integers:
     start, stop = first // WORD * WORD, min(-(-end // WORD) * WORD, own["scales"].shape[1])
 
     def codes(words: Tensor) -> Tensor:
-        eights = unpack(words, bits, start, stop).unflatten(1, (-1, len(AWQ_ORDER)))
-        return eights[..., list(AWQ_ORDER)].flatten(1)[:, first - start:end - start].t()
+        eights = (stop - start) // len(AWQ_ORDER)
+        octets = _octets(words, bits, start, stop)[:, :eights * bits].t().contiguous()
+        found = _split(octets.unflatten(0, (eights, bits)), bits)
+        return found[:, list(AWQ_ORDER)].flatten(0, 1)[first - start:end - start]
 
     return Integers(codes(own["codes"]), own["scales"][:, first:end].t(), codes(own["zeros"]), _groups(tensor))
 
