@@ -75,7 +75,7 @@ def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | 
     planned = _plan(place, tensors, config)
     if unused := sum(map(is_unused_scale, tensors)):
         logger.info("%d scales of activations, keys and values in %s are not used: activations are not quantized, and "
-                    "--kv-dtype determines how keys and values are stored", unused, place)
+                    "`kv_dtype` determines how keys and values are stored", unused, place)
     sources = {name: source for name, source in planned.items() if experts or not is_stack(name)}
     kept: DType = config.dtype if dtype == "auto" else dtype
     total = sum(stored.nbytes for stored in sources.values())

@@ -123,7 +123,8 @@ def scales_part(scales: Tensor, shape: Shape, part: Part) -> Tensor:
 def float8_scales(tensor: PackedTensor) -> Tensor:
     """Reads the scales of a whole FP8 weight, float32, of the shapes of `Float8`."""
     grid: Shape = tensor.settings["grid"]
-    return tensor.tensors["scales"].read().float().reshape(grid)
+    scales: Tensor = tensor.tensors["scales"].read().float().reshape(grid)
+    return scales
 
 
 def _plan_fp8(tensors: Mapping[str, StoredTensor], quantization: Quantization, module: str) -> Plan:
