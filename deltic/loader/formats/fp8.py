@@ -123,8 +123,7 @@ def scales_part(scales: Tensor, shape: Shape, part: Part) -> Tensor:
 def float8_scales(tensor: PackedTensor) -> Tensor:
     """Reads the scales of a whole FP8 weight, float32, of the shapes of `Float8`."""
     grid: Shape = tensor.settings["grid"]
-    scales: Tensor = tensor.tensors["scales"].read().float().reshape(grid)
-    return scales
+    return tensor.tensors["scales"].read().float().reshape(grid)
 
 
 def _plan_fp8(tensors: Mapping[str, StoredTensor], quantization: Quantization, module: str) -> Plan:
@@ -161,8 +160,9 @@ class MxFloat8(PackedRows):
 
     def numbers(self) -> Tensor:
         """Returns the values, float32 [rows, columns]."""
-        groups = float8_values(self.codes).unflatten(-1, (-1, MX_GROUP))
-        return groups.mul_(powers_of_two(self.exponents)[..., None]).flatten(-2)
+        values = float8_values(self.codes)
+        values.unflatten(-1, (-1, MX_GROUP)).mul_(powers_of_two(self.exponents)[..., None])
+        return values
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
