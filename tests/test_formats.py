@@ -354,6 +354,24 @@ def test_conversion_to_gguf(form: str, tmp_path: Path) -> None:
         assert (tensor - numbers[name]).norm() <= 1e-5 * numbers[name].norm(), name
 
 
+@pytest.mark.parametrize("form", ["NVFP4", "FP8 by row"])
+def test_a_quantized_copy_of_a_tied_embedding(form: str, tmp_path: Path) -> None:
+    """It is left out, as in transformers. Another matrix is refused."""
+    config = shape(tie_word_embeddings=True)
+    numbers = write(tmp_path, config, form)
+    stored = load_file(tmp_path / "model.safetensors")
+    parts, values = FORMS[form][0](torch.empty(config.vocab_size, config.hidden_size), torch.Generator())
+    noise = 0.05 * values.std() * torch.randn(values.shape, generator=torch.Generator().manual_seed(2))
+    for embedding, fits in ((values + noise, True), (values.flip(0), False)):
+        stored |= {"model.embed_tokens.weight": embedding, **{f"lm_head.{name}": part for name, part in parts.items()}}
+        save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "model.safetensors")
+        if fits:
+            same(opened(tmp_path).load("float32", "cpu", None), {**numbers, "model.embed_tokens.weight": embedding})
+        else:
+            with pytest.raises(ModelError, match="set tie_word_embeddings to false"):
+                opened(tmp_path).load("float32", "cpu", None)
+
+
 def test_quantized_once_more(tmp_path: Path) -> None:
     write(tmp_path, CONFIGS["dense"], "NVFP4")
     runtime = load(str(tmp_path), EngineConfig(dtype="float32", memory="16MiB", quant="q8_0", threads=1))

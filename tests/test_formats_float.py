@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,8 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from format_cases import KINDS, Quantizer, check_logits, check_weights, write_model
+from format_cases import KINDS, TOWER, Quantizer, check_logits, check_weights, write_model
+from safetensors.torch import load_file, save_file
+from support import transformers_vision_model
 from torch import Tensor
+
+from deltic.loader.model_files import open_model
 
 # compressed-tensors
 
@@ -114,3 +120,87 @@ def test_numbers_and_logits_are_the_tools(name: str, kind: str, tmp_path: Path) 
     written = write_model(tmp_path, kind, *quantizer(name))
     check_weights(written)
     check_logits(written)
+
+
+# Whole models exported by ModelOpt
+
+
+FOUR_BITS = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
+EXPORTS: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
+    "NVFP4": ("dense", "NVFP4_DEFAULT_CFG", []),
+    "NVFP4 of experts, FP8 K/V": ("experts", "NVFP4_DEFAULT_CFG", [
+        {"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": (4, 3)}}]),
+    "W4A16": ("experts", "W4A16_NVFP4_CFG", []),
+    "mixed": ("dense", "FP8_DEFAULT_CFG", [
+        {"quantizer_name": f"*{name}*{part}_quantizer", "cfg": FOUR_BITS}
+        for name in ("mlp", "lm_head") for part in ("weight", "input")]),
+    "mixed, of experts": ("experts", "FP8_DEFAULT_CFG", [
+        {"quantizer_name": f"*experts*{part}_quantizer", "cfg": FOUR_BITS} for part in ("weight", "input")]),
+    "FP8 by row": ("experts", "FP8_PER_CHANNEL_PER_TOKEN_CFG", []),
+    "FP8 by block": ("dense", "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", []),
+    "MXFP8": ("experts", "MXFP8_DEFAULT_CFG", []),
+    "MXFP4": ("dense", "MXFP4_DEFAULT_CFG", [])}
+
+
+def exported(place: Path, kind: str, name: str, rules: list[dict[str, Any]]) -> None:
+    """Quantizes and writes a random model."""
+    quantization = pytest.importorskip("modelopt.torch.quantization")
+    from modelopt.torch.export import export_hf_checkpoint
+
+    family, sizes = KINDS[kind]
+    shape = {**sizes, "mtp_num_hidden_layers": 0}
+    model = transformers_vision_model(place / "random", family=family, text=shape, **TOWER).bfloat16()
+    config = copy.deepcopy(getattr(quantization, name))
+    config["quant_cfg"] += rules
+    tokens = torch.randint(0, 290, (1, 32))
+    model = quantization.quantize(model, config, lambda model: model(tokens, use_cache=False))
+    export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=str(place / "export"))
+
+
+def dequantized(tensors: dict[str, Tensor], name: str) -> Tensor:
+    """A weight, as ModelOpt dequantizes it."""
+    from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP4QTensor, MXFP8QTensor, NVFP4QTensor
+
+    codes, scale, whole = (tensors.get(f"{name}{suffix}") for suffix in ("", "_scale", "_scale_2"))
+    assert codes is not None
+    if scale is None:
+        return codes.float()
+    columns = codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
+    kind: Any = FP8QTensor
+    used: dict[str, Any] = {"scale": scale if scale.dim() != 1 else scale[:, None]}
+    if whole is not None:
+        kind, used = NVFP4QTensor, {"scale": scale, "double_scale": whole, "block_sizes": {-1: 16}}
+    elif codes.dtype == torch.uint8:
+        kind, used = MXFP4QTensor, {"scale": scale.flatten(), "block_sizes": {-1: 32}}
+    elif scale.dtype == torch.uint8:
+        kind = MXFP8QTensor
+    elif scale.dim() == 4:
+        used = {"scale": scale[:, 0, :, 0], "block_sizes": {0: 128, 1: 128}}
+    found: Tensor = kind((len(codes), columns), torch.float32, codes).dequantize(torch.float32, **used)
+    return found.contiguous()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", EXPORTS)
+def test_exports_of_modelopt(name: str, tmp_path: Path) -> None:
+    """Described in config.json, and in hf_quant_config.json alone."""
+    exported(tmp_path, *EXPORTS[name])
+    place, plain = tmp_path / "export", tmp_path / "plain"
+    tensors = load_file(place / "model.safetensors")
+    plain.mkdir()
+    save_file({name: dequantized(tensors, name) if name.endswith("weight") else tensor.float()
+               for name, tensor in tensors.items() if not name.endswith(("scale", "scale_2"))},
+              plain / "model.safetensors")
+    config = json.loads((place / "config.json").read_text())
+    mixed = config["quantization_config"]["quant_algo"] == "MIXED_PRECISION"
+    assert mixed == name.startswith("mixed")
+    assert any(name.endswith("k_scale") for name in tensors) == ("K/V" in name)
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+    wanted = open_model(plain, progress=False).load("float32", "cpu", None)
+    for _ in range(2):
+        found = open_model(place, progress=False).load("float32", "cpu", None)
+        assert found.keys() == wanted.keys()
+        assert not [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
+        (place / "config.json").write_text(json.dumps(config))

@@ -23,7 +23,7 @@ LINES = {
     "export": 3950,
     "loader": 7700,
     "model": 1170,
-    "ops": 11375,
+    "ops": 11400,
     "runner": 4150,
     "server": 8520,
     "spec_decode": 1110,

@@ -17,7 +17,7 @@ EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 
 _QUANTIZED: Final = re.compile(
-    r"\.(qweight|qzeros|g_idx|scales|biases|weight_(packed|scale|scale_2|scale_inv|global_scale|shape|zero_point)|SCB|"
+    r"\.(qweight|qzeros|g_idx|scales|biases|weight_(packed|scale|scale_2|global_scale|shape|zero_point)|SCB|"
     r"trellis|pre_quant_scale|weight\.(absmax|quant_\w+|nested_\w+))$")
 """Extra tensors of other quantizations (AWQ, GPTQ, bitsandbytes, compressed-tensors, MLX ...)."""
 _PREFIX: Final = re.compile(r"(model\.language_model\.|language_model\.(?:model\.)?|model\.)?(.*)")

@@ -41,6 +41,9 @@ TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {
 _STORED_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _CHUNK: Final = 4 << 20
 """Values that are read, or dequantized, at a time."""
+_COMPARED_ROWS: Final = 64
+_ROUNDED: Final = 0.3
+"""Relative error of a matrix that is a copy in 4 bits; of one that is no copy it is above 1."""
 _FLOAT16_LIMIT: Final = 65520.0  # the least value that rounds to infinity
 
 
@@ -75,7 +78,7 @@ def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | 
     planned = _plan(place, tensors, config)
     if unused := sum(map(is_unused_scale, tensors)):
         logger.info("%d scales of activations, keys and values in %s are not used: activations are not quantized, and "
-                    "--kv-dtype determines how keys and values are stored", unused, place)
+                    "`kv_dtype` determines how keys and values are stored", unused, place)
     sources = {name: source for name, source in planned.items() if experts or not is_stack(name)}
     kept: DType = config.dtype if dtype == "auto" else dtype
     total = sum(stored.nbytes for stored in sources.values())
@@ -290,10 +293,16 @@ def _check_range(name: str, raw: torch.Tensor, piece: torch.Tensor) -> None:
 
 
 def check_tied(sources: Mapping[str, Source]) -> None:
-    """Raises ModelError unless a redundant tied head, as some exporters write, equals the embedding."""
+    """Raises ModelError unless a redundant tied head, as some exporters write, equals the embedding. Of quantized ones
+    the first rows must be near those of the other."""
     (head,), (embedding,) = sources[HEAD].parts, sources[EMBEDDING].parts
     if isinstance(head, PackedTensor) or isinstance(embedding, PackedTensor):
-        raise _not_tied()
+        rows = Part((slice(0, min(_COMPARED_ROWS, head.shape[0])),))
+        found, wanted = (read_stored(name, sources[name], torch.float32, torch.device("cpu"), rows)
+                         for name in (HEAD, EMBEDDING))
+        if not bool((found - wanted).norm() <= _ROUNDED * wanted.norm()):
+            raise _not_tied()
+        return
     same = head.dtype == embedding.dtype
     with head.open() as left, embedding.open() as right:
         left.seek(head.offset)

@@ -148,7 +148,7 @@ def _present(format: WeightFormat, weight: str, tensors: Mapping[str, StoredTens
 
 def _incomplete(candidates: Sequence[tuple[WeightFormat, str]], tensors: Mapping[str, StoredTensor]) -> ModelError:
     """Returns the error about the first required tensor that a weight lacks, in the format that fits best."""
-    format, weight = max(reversed(candidates), key=lambda each: len(_present(*each, tensors)))
+    format, weight = max(reversed(candidates), key=lambda each: len(_present(each[0], each[1], tensors)))
     for key, role in format.roles.items():
         names = [*_names(weight, role)]
         given = [tensors[name] for name in names if name in tensors]

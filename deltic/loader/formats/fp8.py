@@ -160,8 +160,9 @@ class MxFloat8(PackedRows):
 
     def numbers(self) -> Tensor:
         """Returns the values, float32 [rows, columns]."""
-        groups = float8_values(self.codes).unflatten(-1, (-1, MX_GROUP))
-        return groups.mul_(powers_of_two(self.exponents)[..., None]).flatten(-2)
+        values = float8_values(self.codes)
+        values.unflatten(-1, (-1, MX_GROUP)).mul_(powers_of_two(self.exponents)[..., None])
+        return values
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
