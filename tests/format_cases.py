@@ -134,7 +134,7 @@ def check_weights(written: Written) -> None:
 
 
 def check_logits(written: Written) -> None:
-    """Those of transformers with these numbers. Of all ops the reference rounds least, about as much as transformers."""
+    """Those of transformers with these numbers. Of all ops the reference rounds least, like transformers itself."""
     options = EngineConfig(dtype="float32", memory="8MiB", threads=1, ops=("reference",))
     ours = load(str(written.place), options)
     tokens = torch.randint(0, ours.config.vocab_size - 8, (24,), generator=torch.Generator().manual_seed(3))

@@ -60,7 +60,7 @@ def _plan_blocks(tensors: Mapping[str, StoredTensor], quantization: Quantization
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _QuantState:
     """quant_state. block: weights of a block. outer: factors of a block of factors. offset: is added to factors."""
 
     block: int
@@ -68,7 +68,7 @@ class _State:
     offset: float
 
 
-def _state(tensor: PackedTensor) -> _State:
+def _state(tensor: PackedTensor) -> _QuantState:
     """Reads the quant_state, and compares sizes with it. Raises ModelError naming the file and the key."""
     own = tensor.tensors
     try:
@@ -78,9 +78,9 @@ def _state(tensor: PackedTensor) -> _State:
             raise ValueError(f"shape {show(shape)}")
         count = math.prod(shape)
         sizes = {"codes": -(-count // 2), "factors": -(-count // block), "table": 16}
-        outer, offset = 1, 0.0
+        outer, offset = 1, found.get("nested_offset", 0.0)
         if own["factors"].dtype == "U8":
-            outer, offset = _size(found, "nested_blocksize"), found.get("nested_offset")
+            outer = _size(found, "nested_blocksize")
             sizes |= {"nested_factors": -(-sizes["factors"] // outer), "nested_table": 256}
         for role, size in sizes.items():
             given = math.prod(own[role].shape) if role in own else 0
@@ -91,7 +91,7 @@ def _state(tensor: PackedTensor) -> _State:
     except ValueError as error:
         raise ModelError(f"{tensor.path}: a quant_state of bitsandbytes does not belong to its weight: {error}; "
                          "download the file again") from error
-    return _State(block, outer, float(offset))
+    return _QuantState(block, outer, float(offset))
 
 
 def _parsed(stored: StoredTensor) -> Mapping[str, Any]:

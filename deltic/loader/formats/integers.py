@@ -56,7 +56,7 @@ class Integers(PackedRows):
         if self.groups is not None:
             scales = scales[:, self.groups]
             zeros = zeros if isinstance(zeros, int) else zeros[:, self.groups]
-        values = self.codes.float().unflatten(1, (scales.shape[1], -1))
+        values: Tensor = self.codes.float().unflatten(1, (scales.shape[1], -1))
         values -= zeros if isinstance(zeros, int) else zeros[..., None]
         return values.mul_(scales[..., None]).flatten(1)
 

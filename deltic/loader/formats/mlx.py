@@ -36,7 +36,7 @@ _NVFP4_LARGEST: Final = 448.0 * 6.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Affine(PackedRows):
+class AffineRows(PackedRows):
     """Rows of a matrix. codes: uint8 [rows, columns]. scales, biases: as stored, [rows, groups]."""
 
     codes: Tensor
@@ -45,7 +45,7 @@ class Affine(PackedRows):
 
     def numbers(self) -> Tensor:
         """Returns the values, float32 [rows, columns]. Product and sum are rounded to the dtype of the scales."""
-        values = self.codes.to(self.scales.dtype).unflatten(1, (self.scales.shape[1], -1))
+        values: Tensor = self.codes.to(self.scales.dtype).unflatten(1, (self.scales.shape[1], -1))
         return values.mul_(self.scales[..., None]).add_(self.biases[..., None]).flatten(1).float()
 
 
@@ -55,8 +55,8 @@ def _plan(tensors: Mapping[str, StoredTensor], quantization: Quantization, modul
     given = own if isinstance(own, Mapping) else quantization.settings
     bits, size = given.get("bits"), given.get("group_size")
     affine = "biases" in tensors
-    known = isinstance(bits, int) and isinstance(size, int) and 0 < size < 1 << 31
-    if not known or (bits not in _AFFINE_BITS if affine else (bits, size) not in _MODES):
+    if not isinstance(bits, int) or not isinstance(size, int) or not 0 < size < 1 << 31 or (
+            bits not in _AFFINE_BITS if affine else (bits, size) not in _MODES):
         raise ValueError(f"{show(bits)} bits and groups of {show(size)} columns")
     columns = scales[1] * size
     if scales[0] != rows or words_of(columns, bits) != words:
@@ -67,10 +67,10 @@ def _plan(tensors: Mapping[str, StoredTensor], quantization: Quantization, modul
     return (rows, columns), {"bits": bits, "columns": columns, "mode": "affine" if affine else _MODES[bits, size]}
 
 
-def _read_affine(tensor: PackedTensor, first: int, end: int) -> Affine:
+def _read_affine(tensor: PackedTensor, first: int, end: int) -> AffineRows:
     words, scales, biases = (tensor.tensors[role].rows(first, end).read() for role in ("codes", "scales", "biases"))
     codes = unpack(words, tensor.settings["bits"], 0, tensor.settings["columns"])
-    return Affine(codes, scales, biases.to(scales.dtype))
+    return AffineRows(codes, scales, biases.to(scales.dtype))
 
 
 def _read_floats(tensor: PackedTensor, first: int, end: int) -> PackedRows:
