@@ -21,7 +21,7 @@ LINES = {
     "embeddings": 2600,
     "engine": 3775,
     "export": 3950,
-    "loader": 6275,
+    "loader": 6490,
     "model": 1170,
     "ops": 11375,
     "runner": 4150,
@@ -30,7 +30,7 @@ LINES = {
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 284
+FILES_AT_MOST = 286
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

@@ -271,8 +271,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def parse_header(path: Path, size: int, read: Callable[[int], bytes]) -> dict[str, StoredTensor]:
-    """Like `read_header`, for a file of `size` bytes; `read(count)` returns its next bytes."""
+def parse_header(path: Path, size: int, read: Callable[[int], bytes], whole: bool = True) -> dict[str, StoredTensor]:
+    """Like `read_header`, for a file of `size` bytes; `read(count)` returns its next bytes. whole: False allows a file
+    that ends before its tensors."""
     start = read(8)
     length = int.from_bytes(start, "little")
     if is_pointer(start):
@@ -283,7 +284,7 @@ def parse_header(path: Path, size: int, read: Callable[[int], bytes]) -> dict[st
     header.pop("__metadata__", None)
     entries = {name: _entry(path, name, entry, 8 + length) for name, entry in header.items()}
     tensors = dict(sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
-    _check_tiling(path, tensors, 8 + length, size)
+    _check_tiling(path, tensors, 8 + length, size, whole)
     return tensors
 
 
@@ -305,12 +306,12 @@ def _is_size(number: object) -> bool:
     return type(number) is int and 0 <= number < 1 << 63
 
 
-def _check_tiling(path: Path, tensors: Mapping[str, StoredTensor], start: int, size: int) -> None:
+def _check_tiling(path: Path, tensors: Mapping[str, StoredTensor], start: int, size: int, whole: bool) -> None:
     for name, stored in tensors.items():
         if stored.offset != start:
             raise ModelError(f"{path}: tensor {name[:200]!r} overlaps another or leaves a gap; {DOWNLOAD_AGAIN}")
         start += stored.nbytes
-    if start != size:
+    if start < size or (whole and start > size):
         raise ModelError(f"{path} has {size} bytes, but its header describes {start}; {DOWNLOAD_AGAIN}")
 
 

@@ -15,6 +15,7 @@ from deltic.config import DType, GenerationDefaults, ModelConfig
 from deltic.config.vision import ImageConfig, Vision, VisionConfig
 from deltic.errors import ConfigError, ModelError, show
 from deltic.loader.catalog import is_model
+from deltic.loader.checkpoint import directory_checkpoint
 from deltic.loader.disk import has_weights, read_json, refuse
 from deltic.loader.files import FLOAT8, IN_MEMORY, ITEM_BYTES, InMemory, Source, StoredTensor, find_tensors, in_memory
 from deltic.loader.gguf.config import config_from_gguf, generation_from_gguf
@@ -30,7 +31,7 @@ from deltic.loader.gguf.load import (
 )
 from deltic.loader.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
 from deltic.loader.hub import resolve
-from deltic.loader.mtp_head import directory_checkpoint, find_head, head_in_memory, load_stored_head
+from deltic.loader.mtp_head import find_head, head_in_memory, load_stored_head
 from deltic.loader.names import is_stack, packed_parts
 from deltic.loader.safetensors import Float8, Progress, plan_directory, read_parts
 from deltic.loader.vision import (
