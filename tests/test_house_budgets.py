@@ -17,11 +17,11 @@ LINES = {
     "chat": 7115,
     "cli": 5735,
     "cluster": 1725,
-    "config": 1935,
+    "config": 2050,
     "embeddings": 2600,
     "engine": 3775,
     "export": 3950,
-    "loader": 6490,
+    "loader": 8250,
     "model": 1170,
     "ops": 11375,
     "runner": 4150,
@@ -30,7 +30,7 @@ LINES = {
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 286
+FILES_AT_MOST = 297
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

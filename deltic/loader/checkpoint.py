@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from deltic.config.quantization import Quantization, read_quantization
 from deltic.errors import ModelError
 from deltic.loader.catalog import parse_repository, repository_of
 from deltic.loader.disk import parse_json
-from deltic.loader.files import StoredTensor, parse_header
+from deltic.loader.files import CONFIG, MODELOPT, parse_header
 from deltic.loader.hub import EMBEDDED, cached, explained_errors, is_offline, resolve
 from deltic.loader.ranges import Repository
+from deltic.loader.tensors import StoredTensor
 
 HEAD_FILES: Final = ("mtp.safetensors", "mtp/weights.safetensors")
 """Files of draft heads, by priority."""
@@ -45,6 +47,10 @@ class CheckpointFiles:
             raise ModelError(f"{path} is {'absent' if size is None else 'too large'}; "
                              "is this a complete Hugging Face model?")
         return parse_json(self.read(name, 0, size), path)
+
+    def quantization(self) -> Quantization:
+        """Returns how the weights are quantized. Raises ModelError as `read_quantization`."""
+        return read_quantization(*(self.json(name) if name in self.sizes else {} for name in (CONFIG, MODELOPT)))
 
     def header(self, name: str) -> dict[str, StoredTensor]:
         """Returns the tensors of a safetensors file."""

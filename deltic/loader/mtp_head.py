@@ -17,30 +17,29 @@ import torch
 from torch import Tensor
 
 from deltic.config import DType, ModelConfig
+from deltic.config.quantization import PLAIN
 from deltic.errors import ModelError
 from deltic.loader.checkpoint import HEAD_FILES, CheckpointFiles
 from deltic.loader.disk import check_room, replacing
 from deltic.loader.files import (
     INDEX,
-    SCALES,
     SINGLE,
     InMemory,
-    Source,
-    StoredTensor,
     check_weight_map,
-    scales_of,
     stacked,
-    with_scales,
 )
+from deltic.loader.formats import combine, stored_tensors
 from deltic.loader.names import (
     canonical_head,
     expected_head,
+    is_unused_scale,
     optional_head,
     packed_parts,
     packed_shape,
     required_head,
 )
 from deltic.loader.safetensors import Progress, check_stored, read_source
+from deltic.loader.tensors import Source, StoredTensor
 from deltic.ops.parts import Split
 
 FILE: Final = HEAD_FILES[0]
@@ -66,11 +65,16 @@ def find_head(checkpoint: CheckpointFiles, config: ModelConfig) -> dict[str, Sou
 
 def head_in_memory(weights: InMemory, config: ModelConfig) -> dict[str, Source]:
     """Like `find_head`, for tensors in memory."""
-    named = ((canonical_head(name), stored) for name, stored in weights.tensors.items())
-    return _checked_head(weights, {name: stored for name, stored in named if name is not None}, config)
+    return _checked_head(weights, _canonical(combine(weights.tensors, PLAIN)), config)
 
 
-def _checked_head(place: Path | InMemory, stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, Source]:
+def _canonical(tensors: Mapping[str, Source]) -> dict[str, Source]:
+    """Returns a head's tensors by canonical name, without scales that are not used."""
+    named = ((canonical_head(name), stored) for name, stored in tensors.items() if not is_unused_scale(name))
+    return {name: stored for name, stored in named if name is not None}
+
+
+def _checked_head(place: Path | InMemory, stored: Mapping[str, Source], config: ModelConfig) -> dict[str, Source]:
     expected = {**expected_head(config), **optional_head(config)}
     found = stacked(stored, count_of=lambda name: expected.get(name, (0,))[0])
     _check_head(place, found, config)
@@ -90,9 +94,9 @@ def _files(checkpoint: CheckpointFiles) -> tuple[list[str], list[str]]:
     return sorted(shards), sorted(set(names) - set(weight_map.values()))
 
 
-def _only_head(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, StoredTensor]:
+def _only_head(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, Source]:
     """Returns the head in one of these files. Files that cannot be read are skipped, because they may be anything."""
-    found: dict[str, dict[str, StoredTensor]] = {}
+    found: dict[str, dict[str, Source]] = {}
     for name in files:
         try:
             if tensors := _heads(checkpoint, [name]):
@@ -105,7 +109,7 @@ def _only_head(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, S
     return next(iter(found.values()), {})
 
 
-def _heads(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, StoredTensor]:
+def _heads(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, Source]:
     stored_names: dict[str, str] = {}
     found: dict[str, StoredTensor] = {}
     for file in files:
@@ -117,8 +121,7 @@ def _heads(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, Store
             if name is not None:
                 stored_names[name] = stored_name
                 found[stored_name] = stored
-    complete = with_scales(found)
-    return {name: complete[stored_name] for name, stored_name in stored_names.items() if stored_name in complete}
+    return _canonical(combine(found, checkpoint.quantization())) if found else {}
 
 
 def _check_head(place: Path | InMemory, stored: Mapping[str, Source], config: ModelConfig) -> None:
@@ -175,12 +178,12 @@ def extract_head(checkpoint: CheckpointFiles, target: Path, source: str, progres
     """
     config = ModelConfig.from_hf(checkpoint.json("config.json"))
     head = find_head(checkpoint, config)
-    scales = {f"{name}{SCALES[0]}": found for name, source in head.items() if (found := scales_of(source))}
-    stored = dict(sorted({**head, **scales}.items()))
+    stored = dict(sorted((name, own) for weight, source in head.items()
+                         for name, own in stored_tensors(weight, source).items()))
     if not stored:
         raise ModelError(f"{checkpoint.place} has no multi-token-prediction head (tensors mtp.*); take the original "
                          "model, as fine-tuned and quantized copies often lack it")
-    parts = [part for tensor in stored.values() for part in tensor.parts]
+    parts = [part for tensor in stored.values() for part in tensor.stored]
     if any(path.resolve() == target.resolve() for path in {part.path for part in parts}):
         raise ModelError(f"{target} is the file that the head is read from; give another name")
     header = _header(stored, config, source)

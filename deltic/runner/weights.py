@@ -18,6 +18,7 @@ from deltic.cache.offload.identity import FileMark, Identity, ModelIdentity, mac
 from deltic.config import DTYPE_BYTES, DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.families import FAMILIES
 from deltic.errors import ConfigError, ModelError
+from deltic.loader.formats.fp8 import Float8
 from deltic.loader.gguf.load import (
     down_units,
     is_quantized,
@@ -30,7 +31,7 @@ from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.model_files import ModelFiles
 from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, tensor_dtype
 from deltic.loader.quantize import FP8, STORED, quantize_parts, quantize_tower, quantized_bytes, quantized_units
-from deltic.loader.safetensors import Float8, Progress
+from deltic.loader.safetensors import Progress
 from deltic.loader.vision import expected_tower
 from deltic.model.draft_vocabulary import Tokens, draftable
 from deltic.model.tensor_parallel import WeightSplitter, check_degree
