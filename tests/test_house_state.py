@@ -55,7 +55,6 @@ CACHES = {
     "deltic/chat/conversation.py _render_alone": "a pure function of texts, few of them kept",
     "deltic/chat/output_router.py _pattern": "a compiled expression",
     "deltic/chat/template.py _compile": "a compiled template",
-    "deltic/loader/mtp_head.py opened": "lives as long as one checkpoint is being read",
 }
 """Functions that cache their results."""
 CHANGED = {

@@ -188,7 +188,7 @@ def select(repository: str, names: Iterable[str], wanted: str | None) -> Selecti
     if found is None:
         which = "several GGUF files" if wanted is None else f"not one GGUF file of this type or name: {show(wanted)}"
         raise ModelError(f"{repository} has {which}; name one, as {repository}:NAME, of {_list(models)}")
-    tower = _tower(found, names)
+    tower = tower_of(found, names)
     files = [*_parts(found, names), *([tower] if tower else [])]
     return Selection((*map(escape, files), *_MTP_HEADS), found)
 
@@ -243,7 +243,7 @@ def _parts(model: str, names: Iterable[str]) -> list[str]:
             and _stem(name) == _stem(model)]
 
 
-def _tower(model: str, names: Iterable[str]) -> str | None:
+def tower_of(model: str, names: Iterable[str]) -> str | None:
     """Returns the vision tower in the nearest folder above the model."""
     named = [name for name in names if name.lower().endswith(".gguf") and "mmproj" in PurePosixPath(name).name.lower()]
     for folder in PurePosixPath(model).parents:

@@ -37,7 +37,7 @@ _SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 # Records other than tensor data have some kilobytes. Far larger ones only serve to exhaust memory.
 _MAX_RECORD: Final = 16 << 20
 _OR_SAFETENSORS: Final = "download it again, or take the safetensors file"
-_COPIES: Final = ("consolidated", "adapter_", "optimizer", "original")
+COPIES: Final = ("consolidated", "adapter_", "optimizer", "original")
 _ONE_REVISION: Final = "keep the files of one revision"
 
 
@@ -46,12 +46,17 @@ _ONE_REVISION: Final = "keep the files of one revision"
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """Tensors in memory, by their names in a checkpoint, instead of a directory."""
+    """Tensors by their names in a checkpoint, instead of a directory.
+
+    name: theirs in messages.
+    """
 
     tensors: Mapping[str, StoredTensor]
+    quantization: Quantization = PLAIN
+    name: str = "`weights`"
 
     def __str__(self) -> str:
-        return "`weights`"
+        return self.name
 
 
 def in_memory(weights: Any) -> InMemory:
@@ -198,7 +203,7 @@ def find_tensors(directory: Path | InMemory) -> dict[str, Source]:
     cannot be read.
     """
     if isinstance(directory, InMemory):
-        return combine(directory.tensors, PLAIN)
+        return combine(directory.tensors, directory.quantization)
     return combine(_find_stored(directory), quantization_of(directory))
 
 
@@ -250,7 +255,7 @@ def _files_without_index(directory: Path) -> list[Path]:
     if len(found) == 1:
         return found
     if found:
-        return _all_shards(directory, found)
+        return all_shards(directory, found)
     if (directory / PICKLED).exists():
         return [directory / PICKLED]
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
@@ -262,10 +267,10 @@ def _files_without_index(directory: Path) -> list[Path]:
 def _model_files(directory: Path) -> list[Path]:
     """Returns the safetensors files without those of a draft head, and without copies of the weights in other forms."""
     names = [path for path in sorted(directory.glob("*.safetensors")) if not all(map(is_head, read_header(path)))]
-    return [path for path in names if not path.name.startswith(_COPIES)] or names
+    return [path for path in names if not path.name.startswith(COPIES)] or names
 
 
-def _all_shards(directory: Path, found: list[Path]) -> list[Path]:
+def all_shards(directory: Path, found: list[Path]) -> list[Path]:
     """Checks that several safetensors files are, by their names, all shards of one model."""
     shards = [shard for path in found if (shard := _SHARD.fullmatch(path.name))]
     if len({(shard[1], shard[3]) for shard in shards}) != 1:

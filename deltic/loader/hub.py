@@ -44,7 +44,7 @@ def resolve(
     if not isinstance(revision, str | None):
         raise ConfigError(f"revision must be text, not {show(revision)}", "revision")
     name = EMBEDDED if model is None else str(model)
-    path = _embedded() if name == EMBEDDED else _local_path(name)
+    path = local_path(name)
     if path is not None:
         if revision is not None:
             raise ModelError(f"{name} is a local model: leave out the revision ({revision}), which is for models of "
@@ -69,8 +69,10 @@ def _embedded() -> Path:
     return path
 
 
-def _local_path(name: str) -> Path | None:
+def local_path(name: str) -> Path | None:
     """Returns the model's directory or file, if it exists."""
+    if name == EMBEDDED:
+        return _embedded()
     if not name:
         raise ModelError(f"the model's name is empty; a model is {ACCEPTED}")
     with suppress(OSError, RuntimeError):  # a name too long for a path, a home that does not exist

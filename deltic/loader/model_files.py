@@ -267,7 +267,7 @@ def _open_directory(path: Path, weights: InMemory | None, config: Any) -> ModelF
     if not weights and not has_weights(path):
         refuse(path)
     shape, mapping = _read_shape(path, config)
-    if not isinstance(config, ModelConfig) and not shape.tie_word_embeddings and _is_tied(tensors, mapping):
+    if not isinstance(config, ModelConfig) and not shape.tie_word_embeddings and is_tied(tensors, mapping):
         shape = replace(shape, tie_word_embeddings=True)
     generation = path / "generation_config.json"
     advice = read_json(generation, MAX_CONFIG) if generation.exists() else {}
@@ -297,7 +297,7 @@ def _read_shape(directory: Path, config: Any) -> tuple[ModelConfig, Mapping[str,
         return ModelConfig.from_hf(mapping), mapping
 
 
-def _is_tied(tensors: Path | InMemory, mapping: Mapping[str, Any]) -> bool:
+def is_tied(tensors: Path | InMemory, mapping: Mapping[str, Any]) -> bool:
     """True for a checkpoint without a head, unless its config says otherwise."""
     if "tie_word_embeddings" in {**mapping, **mapping.get("text_config", {})}:
         return False

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from deltic.config import DType, ModelConfig
-from deltic.config.quantization import PLAIN
 from deltic.errors import ModelError
 from deltic.loader.checkpoint import HEAD_FILES, CheckpointFiles
 from deltic.loader.disk import check_room, replacing
@@ -65,7 +64,7 @@ def find_head(checkpoint: CheckpointFiles, config: ModelConfig) -> dict[str, Sou
 
 def head_in_memory(weights: InMemory, config: ModelConfig) -> dict[str, Source]:
     """Like `find_head`, for tensors in memory."""
-    return _checked_head(weights, _canonical(combine(weights.tensors, PLAIN)), config)
+    return _checked_head(weights, _canonical(combine(weights.tensors, weights.quantization)), config)
 
 
 def _canonical(tensors: Mapping[str, Source]) -> dict[str, Source]:

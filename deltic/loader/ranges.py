@@ -19,7 +19,6 @@ _MAX_LISTING: Final = 32 << 20
 _MAX_SKIPPED: Final = 16 << 20
 """Bytes that are received and dropped from a server that sends files from their start only."""
 _MAX_ERROR: Final = 64 << 10
-_PIECE: Final = 64 << 10
 _TIMEOUT: Final = 10.0
 """Seconds without a byte."""
 _PATIENCE: Final = 60.0
@@ -37,7 +36,9 @@ class Repository:
     def __init__(self, name: str, revision: str | None, token: str | None) -> None:
         """Lists the files of a branch, tag or commit."""
         from huggingface_hub import constants
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined, unused-ignore]
 
+        validate_repo_id(name)
         self.name, self._token = name, token
         place = f"/revision/{quote(revision, safe='')}" if revision else ""
         with self._get(f"{constants.ENDPOINT}/api/models/{name}{place}?blobs=true", {}, _MAX_LISTING) as (_, pieces):
@@ -87,12 +88,15 @@ class Repository:
     def _get(self, url: str, headers: Mapping[str, str], count: int) -> Iterator[tuple[Any, Iterator[bytes]]]:
         """Yields a response and the pieces of its body, which is not compressed."""
         from huggingface_hub import get_session
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+        from huggingface_hub.utils import (  # type: ignore[attr-defined, unused-ignore]
+            build_hf_headers,
+            hf_raise_for_status,
+        )
 
         deadline = time.monotonic() + _PATIENCE + count / _SLOWEST
         sent = {**build_hf_headers(token=self._token), **headers, "Accept-Encoding": "identity"}
         with get_session().stream("GET", url, headers=sent, timeout=_TIMEOUT, follow_redirects=True) as response:
-            pieces = _in_time(response.iter_raw(_PIECE), deadline)
+            pieces = _in_time(response.iter_raw(), deadline)
             if response.status_code >= 400:
                 kept = {key: value for key, value in response.headers.items() if key.lower().startswith("x-")}
                 hf_raise_for_status(type(response)(response.status_code, headers=kept, request=response.request,
