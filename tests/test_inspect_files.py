@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,7 +19,9 @@ from hub_cases import COMMIT, LocalHub, local_hub
 from huggingface_hub import constants
 from test_gguf_run import random_file
 
-from deltic.cli import main
+from deltic.cli import command_parser, main
+from deltic.cli.inspect_files import survey_facts
+from deltic.errors import DelticError
 from deltic.loader import ranges, survey
 
 
@@ -340,3 +343,37 @@ def test_the_number_of_headers_is_limited(hub: LocalHub, inspect: Callable[..., 
     monkeypatch.setattr(survey, "MAX_SHARDS", 2)
     report = inspect("org/name")
     assert report.code == 2 and "has 3 safetensors files, more than any model" in report.error
+
+
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    """A copy with a byte changed, some left out, or some doubled."""
+    found, place = bytearray(content), rng.randrange(len(content))
+    size = rng.randrange(1, 40)
+    match rng.randrange(4):
+        case 0:
+            found[place] = rng.randrange(256)
+        case 1:
+            found[place] = rng.choice(b'09[]{}",:-')
+        case 2:
+            del found[place:place + size]
+        case 3:
+            found[place:place] = found[place:place + size]
+    return bytes(found) or b"x"
+
+
+def test_mutated_files_raise_errors_alone(hub: LocalHub, tmp_path: Path) -> None:
+    publish(hub, {**SMALL, "quantization_config": MODELOPT}, mixed, shards=2)
+    directory, rng, outcomes = save(hub, tmp_path / "headers"), random.Random(5), set[str]()
+    args = command_parser("inspect").parse_args(["x", "--memory", "32MiB"])
+    for name in [name for name in hub.files if name.startswith(("config", "model"))] * 10:
+        (directory / name).write_bytes(mutated(hub.files[name], rng))
+        try:
+            found = survey.survey(str(directory))
+            assert found
+            survey_facts(found, args)
+            outcomes.add("refused" if found.refusal else "described")
+        except DelticError as error:
+            assert str(directory) in str(error), error
+            outcomes.add("error")
+        (directory / name).write_bytes(hub.files[name])
+    assert outcomes == {"error", "refused", "described"}
