@@ -24,12 +24,13 @@ from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, ModelConfig
 from deltic.engine.loading import load
 from deltic.errors import ModelError
 from deltic.export.program import hf_config
+from deltic.loader.checkpoint import directory_checkpoint
 from deltic.loader.dummy import random_head, random_weights
 from deltic.loader.files import find_tensors
 from deltic.loader.formats.fp8 import Float8
 from deltic.loader.gguf.convert import convert
 from deltic.loader.model_files import ModelFiles, open_model
-from deltic.loader.mtp_head import directory_checkpoint, extract_head, find_head, load_stored_head
+from deltic.loader.mtp_head import extract_head, find_head, load_stored_head
 from deltic.loader.tensors import PackedTensor
 from deltic.model.tensor_parallel import WeightSplitter
 from deltic.ops import select
