@@ -24,12 +24,13 @@ from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, ModelConfig
 from deltic.engine.loading import load
 from deltic.errors import ModelError
 from deltic.export.program import hf_config
+from deltic.loader.checkpoint import directory_checkpoint
 from deltic.loader.dummy import random_head, random_weights
 from deltic.loader.files import find_tensors
 from deltic.loader.formats.fp8 import Float8
 from deltic.loader.gguf.convert import convert
 from deltic.loader.model_files import ModelFiles, open_model
-from deltic.loader.mtp_head import directory_checkpoint, extract_head, find_head, load_stored_head
+from deltic.loader.mtp_head import extract_head, find_head, load_stored_head
 from deltic.loader.tensors import PackedTensor
 from deltic.model.tensor_parallel import WeightSplitter
 from deltic.ops import select
@@ -94,16 +95,21 @@ def mxfp8(weight: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor]
 def fp8(weight: Tensor, generator: torch.Generator, *, by: str) -> tuple[dict[str, Tensor], Tensor]:
     rows, columns = weight.shape
     codes = float8s(rows, columns, generator)
-    grid = {"block": (-(-rows // 128), -(-columns // 128)), "row": (rows, 1), "matrix": (1, 1)}[by]
+    groups = -(-columns // 128)
+    grid = {"block": (-(-rows // 128), groups), "group": (rows, groups), "row": (rows, 1), "matrix": (1, 1)}[by]
     scales = torch.rand(grid, generator=generator) + 0.01
-    wide = scales.expand(rows, columns) if by != "block" else (
-        scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns])
+    wide = scales.repeat_interleave(-(-rows // len(scales)) if by != "block" else 128, 0)[:rows]
+    wide = wide.repeat_interleave(128 if by in ("block", "group") else columns, 1)[:, :columns]
     name = "weight_scale_inv" if by == "block" else "weight_scale"
     return {"weight": codes, name: scales if by != "matrix" else scales[0, 0]}, codes.float() * wide
 
 
 def fp8_block(weight: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
     return fp8(weight, generator, by="block")
+
+
+def fp8_group(weight: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    return fp8(weight, generator, by="group")
 
 
 def fp8_row(weight: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
@@ -125,6 +131,7 @@ FORMS: dict[str, tuple[Form, dict[str, Any]]] = {
     "MXFP4": (mxfp4, compressed("mxfp4-pack-quantized", 4)),
     "MXFP8": (mxfp8, compressed("mxfp8-quantized", 8)),
     "FP8 by block": (fp8_block, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "FP8 by group": (fp8_group, compressed("float-quantized", 8)),
     "FP8 by row": (fp8_row, compressed("float-quantized", 8)),
     "FP8 by matrix": (fp8_matrix, {"quant_method": "modelopt", "quant_algo": "FP8"})}
 

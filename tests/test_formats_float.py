@@ -1,4 +1,7 @@
-"""Weights in FP8, NVFP4, MXFP4 and MXFP8, written by compressed-tensors and by ModelOpt."""
+"""Weights in FP8, NVFP4, MXFP4 and MXFP8, written by compressed-tensors and by ModelOpt.
+
+RECORDED has a small weight of each, for machines without these tools. `python tests/test_formats_float.py` makes it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from support import transformers_vision_model
 from torch import Tensor
 
+from deltic.loader.files import find_tensors
 from deltic.loader.model_files import open_model
+from deltic.loader.safetensors import read_stored
 
 # compressed-tensors
 
@@ -122,6 +127,44 @@ def test_numbers_and_logits_are_the_tools(name: str, kind: str, tmp_path: Path) 
     check_logits(written)
 
 
+# A small weight
+
+
+RECORDED = Path(__file__).with_name("quantizers.json")
+NAME = "model.layers.0.mlp.up_proj"
+
+
+def as_json(tensor: Tensor) -> dict[str, Any]:
+    data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "data": data.hex()}
+
+
+def from_json(found: dict[str, Any]) -> Tensor:
+    data = torch.frombuffer(bytearray.fromhex(found["data"]), dtype=torch.uint8)
+    return data.view(getattr(torch, found["dtype"])).reshape(found["shape"])
+
+
+def record() -> None:
+    weight, recorded = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16(), dict[str, Any]()
+    for name in QUANTIZERS:
+        quantize, settings = quantizer(name)
+        tensors, exact, _ = quantize("mlp.up_proj", weight)
+        recorded[name] = {"settings": settings, "numbers": as_json(exact),
+                          "tensors": {suffix: as_json(tensor) for suffix, tensor in tensors.items()}}
+    RECORDED.write_text(json.dumps(recorded, indent=1, default=str) + "\n")
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_recorded_weights(name: str, tmp_path: Path) -> None:
+    recorded = json.loads(RECORDED.read_text())[name]
+    tensors = {f"{NAME}.{suffix}": from_json(found) for suffix, found in recorded["tensors"].items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": recorded["settings"]}))
+    source = find_tensors(tmp_path)[f"{NAME}.weight"]
+    found = read_stored(NAME, source, torch.float32, torch.device("cpu"))
+    assert torch.equal(found, from_json(recorded["numbers"]))
+
+
 # Whole models exported by ModelOpt
 
 
@@ -204,3 +247,7 @@ def test_exports_of_modelopt(name: str, tmp_path: Path) -> None:
         assert found.keys() == wanted.keys()
         assert not [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
         (place / "config.json").write_text(json.dumps(config))
+
+
+if __name__ == "__main__":
+    record()

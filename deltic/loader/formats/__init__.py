@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
@@ -48,10 +49,12 @@ _MAX_EXPERTS: Final = 1 << 14
 _SINGLE: Final = ((), (1,))
 
 
-def combine(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> dict[str, Source]:
+def combine(tensors: Mapping[str, StoredTensor], quantization: Quantization, problems: list[str] | None = None
+            ) -> dict[str, Source]:
     """Combines the tensors of quantized weights, each weight at the place of its codes. Other tensors stay. Tensors of
     MLX get the names and the layout of Hugging Face.
 
+    problems: gets the message about each weight that cannot be read, instead of an error about the first.
     Raises ModelError naming a weight with missing or unsupported tensors, or one that is there twice.
     """
     known = _by_dtype(quantization.method)
@@ -62,12 +65,14 @@ def combine(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> 
         for format, weight in candidates:
             if names := _names_of(format, weight, tensors):
                 parts = {role: tensors[own] for role, own in names.items()}
-                weights[name] = weight, _packed(format, weight, parts, quantization)
-                used.update(names.values())
+                with _reported(problems):
+                    weights[name] = weight, _packed(format, weight, parts, quantization)
+                    used.update(names.values())
                 break
         else:
             if candidates:
-                raise _incomplete(candidates, tensors)
+                with _reported(problems):
+                    raise _incomplete(candidates, tensors)
     found = dict[str, Source]()
     for name, stored in tensors.items():
         weight, source = weights.get(name, (name, stored))
@@ -77,6 +82,17 @@ def combine(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> 
         if name in weights or name not in used:
             found[weight] = source
     return mlx.from_mlx(found)
+
+
+@contextmanager
+def _reported(problems: list[str] | None) -> Iterator[None]:
+    """Moves the message of a ModelError to a list, if there is one."""
+    try:
+        yield
+    except ModelError as error:
+        if problems is None:
+            raise
+        problems.append(str(error))
 
 
 def stored_tensors(weight: str, source: Source) -> dict[str, StoredTensor | Stack]:

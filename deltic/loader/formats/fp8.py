@@ -1,7 +1,7 @@
 """Weights in 8-bit floating point (e4m3).
 
-FP8: a scale for each block of 128 rows and columns, each row, or the whole matrix. In memory it may stay as it is
-(`Float8`), or in blocks of GROUP columns of a row with a scale each (`quantize_fp8`).
+FP8: a scale for each block of 128 rows and columns, each 128 columns of a row, each row, or the whole matrix. In memory
+it may stay as it is (`Float8`), or in blocks of GROUP columns of a row with a scale each (`quantize_fp8`).
 MXFP8: a power of two for each 32 columns of a row.
 """
 
@@ -133,12 +133,12 @@ def _plan_fp8(tensors: Mapping[str, StoredTensor], quantization: Quantization, m
     rows, columns = codes
     blocks = -(-rows // GROUP), -(-columns // GROUP)
     kept = tuple(size for size in scales if size != 1)
-    for grid in (blocks, (rows, 1), (1, 1)):
+    for grid in (blocks, (rows, blocks[1]), (rows, 1), (1, 1)):
         if scales == grid or (prod(scales) == prod(grid) and len(scales) != 2
                               and kept == tuple(size for size in grid if size != 1)):
             return codes, {"grid": grid}
-    raise ValueError(f"scales of shape {list(scales)}; only a scale for each block of {GROUP} by {GROUP}, each row or "
-                     "each matrix can be read")
+    raise ValueError(f"scales of shape {list(scales)}; only a scale for each block of {GROUP} by {GROUP}, each {GROUP} "
+                     "columns of a row, each row or each matrix can be read")
 
 
 def _read_fp8(tensor: PackedTensor, first: int, end: int) -> Float8:
