@@ -175,7 +175,7 @@ def test_conversion_to_gguf(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [name for name in KINDS if KINDS[name].config.get("group_size") != 128])
 def test_mutated_files_load_or_give_an_error(name: str, tmp_path: Path) -> None:
     rng = random.Random(name)
     config = shape(num_hidden_layers=1, layer_types=("full_attention",), intermediate_size=64)
