@@ -226,7 +226,7 @@ class WeightReader:
             return None
         packs = not options.on_gpu and not missing()  # torch, which serves towers on a GPU, needs plain numbers
         form = host_form() if packs and options.packed_weights != "off" else None
-        weights, vision = files.load_tower(self.dtype, options.device, form), files.vision
+        weights, vision = files.load_tower(self.dtype, options.devices[0], form), files.vision
         if weights is None or vision is None:
             return None
         if packs and options.quant != "none":
@@ -234,7 +234,7 @@ class WeightReader:
         tower = build_tower(vision.tower, weights, self.ops, getattr(torch, self.dtype))
 
         def encode(pixels: Pixels) -> Generator[None, None, Tensor]:
-            patches = torch.from_numpy(patches_of(pixels, vision.pictures, vision.tower)).to(options.device)
+            patches = torch.from_numpy(patches_of(pixels, vision.pictures, vision.tower)).to(options.devices[0])
             return tower.encode(patches, [pixels.grid])
 
         return encode

@@ -1,0 +1,127 @@
+"""Feed-forwards on arrays: dense ones, and mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+from torch import Tensor
+
+from deltic.ops.mlx.linear import Matrix, MlxMatrix, Packed, matrix_of, product, together
+from deltic.ops.mlx.memory import Array, array_of, whole_of
+from deltic.ops.types import MlpWeights, MoeWeights, Weight
+
+_SORTED = 64
+"""Tokens times experts from which on tokens are ordered by expert, so that an expert's weights are read once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    gate_up: Matrix
+    down: Matrix
+
+    @classmethod
+    def of(cls, weights: MlpWeights) -> Mlp:
+        return cls(matrix_of(weights.gate_up), matrix_of(weights.down))
+
+
+@dataclass(frozen=True, slots=True)
+class Moe:
+    """experts: as `Mlp`, with stacks of matrices. count: number of experts."""
+
+    router: Matrix
+    experts: Mlp
+    shared: Mlp | None
+    count: int
+    per_token: int
+    normalised: bool
+
+    @classmethod
+    def of(cls, weights: MoeWeights) -> Moe:
+        assert isinstance(weights.experts, tuple)
+        stacks = Mlp(_stack([each.gate_up for each in weights.experts]), _stack([each.down for each in weights.experts]))
+        shared = None if weights.shared is None else Mlp.of(weights.shared)
+        return cls(matrix_of(weights.router), stacks, shared, len(weights.experts), weights.per_token,
+                   weights.normalised)
+
+
+def feed_forward_of(weights: MlpWeights | MoeWeights) -> Mlp | Moe:
+    return Moe.of(weights) if isinstance(weights, MoeWeights) else Mlp.of(weights)
+
+
+def _stack(weights: Sequence[Weight]) -> Matrix:
+    """Returns matrices as one stack: on their memory if that is a stack already."""
+    first = weights[0]
+    if isinstance(first, tuple):
+        parts = [_stack([weight[index] for weight in weights if isinstance(weight, tuple)])
+                 for index in range(len(first))]
+        return tuple(part for part in parts if not isinstance(part, tuple))
+    plain = [weight for weight in weights if isinstance(weight, Tensor)]
+    if plain:
+        whole = whole_of(plain)
+        return mx.stack([array_of(weight) for weight in plain]) if whole is None else whole
+    packed = [weight for weight in weights if isinstance(weight, MlxMatrix)]
+    if packed and packed[0].stack is not None:
+        return packed[0].stack
+    if packed and len({weight.matrix.form for weight in packed}) == 1:
+        return together([weight.matrix for weight in packed], mx.stack)
+    matrices = [matrix_of(weight) for weight in weights]
+    return mx.stack([each.plain() if isinstance(each, Packed) else each for each in matrices
+                     if not isinstance(each, tuple)])
+
+
+def feed_forward(x: Array, layer: Mlp | Moe) -> Array:
+    """x [T, H] -> [T, H]."""
+    return moe(x, layer) if isinstance(layer, Moe) else mlp(x, layer)
+
+
+def mlp(x: Array, layer: Mlp) -> Array:
+    return product(_gated(product(x, layer.gate_up)), layer.down)
+
+
+def _gated(both: Array) -> Array:
+    gate, up = mx.split(both, 2, axis=-1)
+    return gate * mx.sigmoid(gate) * up
+
+
+def moe(x: Array, layer: Moe) -> Array:
+    logits = product(x.astype(mx.float32), layer.router)
+    chances = mx.softmax(logits[:, :layer.count], axis=-1)
+    # a stable order: among equals the lower number comes first
+    chosen = mx.argsort(-chances, axis=-1)[:, :layer.per_token]
+    shares = mx.take_along_axis(chances, chosen, axis=-1)
+    if layer.normalised:
+        shares = shares / shares.sum(axis=-1, keepdims=True)
+    passed = _through_experts(x, chosen, layer)
+    total = (passed.astype(mx.float32) * shares[..., None]).sum(axis=1)
+    if layer.shared is not None:
+        total = total + mx.sigmoid(logits[:, layer.count:]) * mlp(x, layer.shared).astype(mx.float32)
+    return total.astype(x.dtype)
+
+
+def _through_experts(x: Array, chosen: Array, layer: Moe) -> Array:
+    """x [T, H], chosen [T, k] -> [T, k, H]: the outputs of the chosen experts."""
+    tokens, most = chosen.shape
+    flat, order = chosen.reshape(-1), None
+    source = mx.arange(tokens * most) // most
+    if tokens * most >= _SORTED:
+        order = mx.argsort(flat)
+        flat, source = flat[order], source[order]
+    rows = x[source][:, None]
+    gated = _gated(_chosen(rows, layer.experts.gate_up, flat, order is not None))
+    found = _chosen(gated, layer.experts.down, flat, order is not None)[:, 0]
+    if order is not None:
+        found = found[mx.argsort(order)]
+    return found.reshape(tokens, most, -1)
+
+
+def _chosen(x: Array, stack: Matrix, experts: Array, ordered: bool) -> Array:
+    """x [N, 1, in], experts [N] -> [N, 1, out]: each row through the matrix of its expert."""
+    if isinstance(stack, tuple):
+        return mx.concatenate([_chosen(x, part, experts, ordered) for part in stack], axis=-1)
+    if isinstance(stack, Packed):
+        return mx.gather_qmm(x, stack.codes, stack.scales, stack.biases, rhs_indices=experts, transpose=True,
+                             group_size=stack.group, bits=stack.bits, mode=stack.mode, sorted_indices=ordered)
+    weights = mx.swapaxes(stack.astype(x.dtype), -1, -2)
+    return mx.gather_mm(x, weights, rhs_indices=experts, sorted_indices=ordered)
