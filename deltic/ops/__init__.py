@@ -55,6 +55,8 @@ class Ops:
     one of several shards, `gdn_mixer`, `attention_mixer`, `mlp` and `moe` return that shard's sum [T, H] in float32
     (float64 for such inputs), not rounded. `tree_sum` of all shards, rounded to x's dtype, has the bits of one shard.
 
+    pack_experts(experts) -> experts: the form in which `moe` reads a layer's experts, whose matrices are packed; called
+        once, at load.
     embed(ids [T], weight [V, H], dtype) -> [T, H]
     rope(positions [3, T], spec) -> Rope
     add_norm(residual [T, H], delta [T, H] | None, weight [H] float32, eps) -> (residual + delta, its RMS norm scaled by
@@ -107,6 +109,7 @@ class Ops:
     step: Callable[[Ops, DecoderWeights, CacheViews], Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None]
     vision: Callable[[Tensor, VisionWeights, Scene], Iterator[None]]
     reserve: Callable[[tuple[int, ...], torch.dtype, str], Tensor] = reserve
+    pack_experts: Callable[[tuple[MlpWeights, ...]], tuple[MlpWeights, ...]] = tuple
 
 
 def backends(level: str = "auto", threads: int = 1) -> dict[str, Ops]:

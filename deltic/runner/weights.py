@@ -18,6 +18,7 @@ from deltic.cache.offload.identity import FileMark, Identity, ModelIdentity, mac
 from deltic.config import DTYPE_BYTES, DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.families import FAMILIES
 from deltic.errors import ConfigError, ModelError
+from deltic.loader.gguf.affine import affine_rows
 from deltic.loader.gguf.load import (
     down_units,
     is_quantized,
@@ -35,8 +36,8 @@ from deltic.loader.vision import expected_tower
 from deltic.model.draft_vocabulary import Tokens, draftable
 from deltic.model.tensor_parallel import WeightSplitter, check_degree
 from deltic.model.vision_tower import build_tower
-from deltic.ops import Ops
-from deltic.ops.capabilities import verifies_drafts
+from deltic.ops import Ops, select
+from deltic.ops.capabilities import device_kind, verifies_drafts
 from deltic.ops.cpu import missing
 from deltic.ops.cuda import quantized
 from deltic.ops.cuda.expert_offload import PinnedExpertStore, pinned_form
@@ -106,7 +107,7 @@ class WeightReader:
         in_files = files if files and not files.weights else None
         check_experts(in_files, source.config, options, dtype, self.packed or quantizes)
         self._here = beside_card(options) or not options.offloads_experts
-        self._forms = [packed_form(options, device) for device in options.devices]
+        self._forms = forms_of(options, dtype)
         self._units = self._slice_units() if options.shards > 1 else {}
         self._split = WeightSplitter(source.config, options.shards, self.tiled, self._units, bool(options.on_gpu)).over(
             options.devices)
@@ -231,13 +232,20 @@ class WeightReader:
             return None
         if packs and options.quant != "none":
             weights = quantize_tower(weights)
-        tower = build_tower(vision.tower, weights, self.ops, getattr(torch, self.dtype))
+        tower = build_tower(vision.tower, weights, self._tower_ops(), getattr(torch, self.dtype))
 
         def encode(pixels: Pixels) -> Generator[None, None, Tensor]:
             patches = torch.from_numpy(patches_of(pixels, vision.pictures, vision.tower)).to(options.devices[0])
             return tower.encode(patches, [pixels.grid])
 
         return encode
+
+    def _tower_ops(self) -> Ops:
+        """Returns the ops of the vision tower: those of the model, or of the CPU if the model's serve none."""
+        options = self.options
+        if device_kind(options.device) != "mlx":
+            return self.ops
+        return select((), "cpu", options.cpu_level, options.threads_for(self.source.config.parameter_count))
 
     def _plain(self, float8: bool = False) -> Iterator[tuple[int, str, Tensor | Float8]]:
         """float8: weights that are stored in it stay."""
@@ -325,6 +333,15 @@ def largest_part(sizes: Mapping[str, int], config: ModelConfig, split: Split) ->
     return max(found)
 
 
+def forms_of(options: EngineConfig, dtype: DType) -> list[PackedForm]:
+    """Returns the form of quantized matrices on each device. dtype: of activations."""
+    if device_kind(options.device) == "mlx":
+        from deltic.ops.mlx.quantized import packed_form as mlx_form
+
+        return [mlx_form(getattr(torch, dtype), affine_rows)]
+    return [packed_form(options, device) for device in options.devices]
+
+
 def packed_form(options: EngineConfig, device: str) -> PackedForm:
     """Returns the form of quantized matrices that the kernels of one of the devices read."""
     if not options.on_gpu:
@@ -336,6 +353,8 @@ def packed_form(options: EngineConfig, device: str) -> PackedForm:
 
 def not_packed(options: EngineConfig, config: ModelConfig, dtype: DType) -> str | None:
     """Returns the reason why matrices cannot stay quantized; None if they can."""
+    if device_kind(options.device) == "mlx":
+        return None
     if not options.on_gpu:
         return missing().get("step")
     if dtype != "bfloat16":
@@ -359,7 +378,7 @@ def keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool
         return False
     config, on = files.config, options.packed_weights == "on"
     reason = not_packed(options, config, dtype)
-    form = packed_form(options, options.device)
+    form = forms_of(options, dtype)[0]
     if reason is None and options.on_gpu and (types := unserved_experts(files.gguf, form)):
         reason = f"on a GPU the kernels know no experts of type {', '.join(types)}"
     if reason and on:

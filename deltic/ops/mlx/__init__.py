@@ -24,10 +24,11 @@ def missing() -> str | None:
 
 
 def overlay(level: str = "auto", threads: int = 1) -> Ops:
-    """Returns the ops on MLX; sampling and vision towers are the CPU backend's. Raises ConfigError without MLX."""
+    """Returns the ops on MLX; sampling is the CPU backend's. Raises ConfigError without MLX."""
     if why := missing():
         raise ConfigError(why, "device")
     from deltic.ops.mlx import step
+    from deltic.ops.mlx.feed_forward import pack_experts
     from deltic.ops.mlx.linear import pack
     from deltic.ops.mlx.memory import reserve
 
@@ -35,6 +36,7 @@ def overlay(level: str = "auto", threads: int = 1) -> Ops:
     return replace(
         TORCH_OPS,
         pack=pack,
+        pack_experts=pack_experts,
         reserve=reserve,
         gdn_mixer=step.gdn_mixer,
         attention_mixer=step.attention_mixer,
@@ -44,7 +46,6 @@ def overlay(level: str = "auto", threads: int = 1) -> Ops:
         head=step.head,
         step=step.step,
         sample=host.sample,
-        vision=host.vision,
     )
 
 

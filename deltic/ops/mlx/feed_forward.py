@@ -9,7 +9,7 @@ import mlx.core as mx
 from torch import Tensor
 
 from deltic.ops.mlx.linear import Matrix, MlxMatrix, Packed, matrix_of, product, together
-from deltic.ops.mlx.memory import Array, array_of, whole_of
+from deltic.ops.mlx.memory import Array, array_of, share, whole_of
 from deltic.ops.types import MlpWeights, MoeWeights, Weight
 
 _SORTED = 64
@@ -44,6 +44,19 @@ class Moe:
         shared = None if weights.shared is None else Mlp.of(weights.shared)
         return cls(matrix_of(weights.router), stacks, shared, len(weights.experts), weights.per_token,
                    weights.normalised)
+
+
+def pack_experts(experts: tuple[MlpWeights, ...]) -> tuple[MlpWeights, ...]:
+    """Moves plain experts to common memory, so that one product serves all of them."""
+    stacks = [_common([each.gate_up for each in experts]), _common([each.down for each in experts])]
+    return tuple(MlpWeights(gate_up, down) for gate_up, down in zip(*stacks, strict=True))
+
+
+def _common(weights: Sequence[Weight]) -> Sequence[Weight]:
+    plain = [weight for weight in weights if isinstance(weight, Tensor)]
+    if len(plain) < len(weights):
+        return weights
+    return list(share(mx.stack([array_of(weight) for weight in plain])))
 
 
 def feed_forward_of(weights: MlpWeights | MoeWeights) -> Mlp | Moe:

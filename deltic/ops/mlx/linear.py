@@ -100,14 +100,6 @@ def together(parts: Sequence[Packed], function: Callable[[list[Array]], Array]) 
                    scales=function([part.scales for part in parts]), biases=function(biases) if biases else None)
 
 
-def stacked(weights: Sequence[Weight]) -> list[Weight]:
-    """Returns matrices of one shape in common memory, so that a product may choose among them; matrices of several
-    forms as they are."""
-    if all(isinstance(weight, Tensor) for weight in weights):
-        return list(share(mx.stack([array_of(weight) for weight in weights if isinstance(weight, Tensor)])))
-    return list(weights)
-
-
 def pack(weight: Tensor, table: bool) -> Block:
     """Moves a weight to MLX's memory."""
     return share(copied(weight))
