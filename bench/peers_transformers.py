@@ -105,7 +105,7 @@ def _transformers(settings: dict[str, Any]) -> Any:
     import transformers
 
     torch.set_num_threads(settings["threads"])
-    config = _hf_config(ModelConfig.preset(settings["preset"], settings["layers"]))
+    config = hf_config(ModelConfig.preset(settings["preset"], settings["layers"]))
     model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         config, dtype=getattr(torch, settings["dtype"])).eval()
 
@@ -125,7 +125,7 @@ def _transformers(settings: dict[str, Any]) -> Any:
     return transformers.__version__, measure
 
 
-def _hf_config(config: ModelConfig) -> Any:
+def hf_config(config: ModelConfig) -> Any:
     from transformers import Qwen3_5TextConfig
 
     assert config.linear

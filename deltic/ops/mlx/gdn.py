@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltic.ops.mlx import metal
 from deltic.ops.mlx.linear import Matrix, matrix_of, product, vector
 from deltic.ops.mlx.memory import Array, array_of, copied, seen
 from deltic.ops.reference import UNIT_EPS, next_base
@@ -377,11 +378,15 @@ def gdn(x: Array, layer: GdnLayer, slots: Slots, plan: GdnPlan) -> tuple[Array, 
     heads = _heads(mixed, beta, a, layer)
     outputs, after, before, wanted, updates = list[Array](), list[Array](), list[Array](), list[Array](), list[Array]()
     if plan.first is not None:
-        start = _start(slots, plan.first, spec)
-        output, end, update = step(heads.some(slice(0, plan.singles)), start)
+        own, plain = heads.some(slice(0, plan.singles)), plan.first.entries is None and not plan.states.before
+        if plain and metal.available():
+            output, end, update = _on_metal(own, slots, plan.first)
+        else:
+            start = _start(slots, plan.first, spec)
+            output, end, update = step(own, start)
+            before.append(start)
         outputs.append(output)
         after.append(end)
-        before.append(start)
         updates.append(update)
     if plan.rest is not None and plan.chunks is not None:
         start = _start(slots, plan.rest, spec)
@@ -488,6 +493,12 @@ def _start(slots: Slots, group: Group, spec: GdnSpec) -> Array:
     keys = _spread(keys, spec.value_heads // keys.shape[-2], spec.tiled) * later[..., None]
     added = mx.transpose(keys, (0, 2, 3, 1)) @ mx.transpose(updates, (0, 2, 1, 3))
     return state * (later[:, 0] * decays[:, 0])[..., None, None] + added
+
+
+def _on_metal(heads: Heads, slots: Slots, group: Group) -> tuple[Array, Array, Array]:
+    begun = mx.ones(group.source.shape, mx.int32) if group.fresh is None else (~group.fresh).astype(mx.int32)
+    return metal.delta_step(slots.recurrent, group.source, begun, heads.query, heads.key, heads.value,
+                            mx.exp(heads.log_decay), heads.beta)
 
 
 def step(heads: Heads, state: Array) -> tuple[Array, Array, Array]:

@@ -92,7 +92,8 @@ def array_of(tensor: Tensor) -> Array:
         return whole.reshape(tensor.shape)
     if tuple(tensor.shape) != tuple(whole.shape[1:]):
         return copied(tensor)
-    return whole[tensor.storage_offset() // tensor.numel()]
+    index = tensor.storage_offset() // tensor.numel()
+    return whole[index:index + 1].squeeze(0)  # an index alone would copy
 
 
 def whole_of(tensors: list[Tensor]) -> Array | None:
