@@ -5,8 +5,8 @@
     python bench/mlx_peers.py --layers 4 --repeat 1           # a quick look
 
 Tasks: decode of one sequence and of eight, prefill of 2,048 tokens, and the next turn of a conversation of 8,192 tokens
-against its full prefill. mlx-lm's prompt cache goes on with a conversation whose new prompt begins with all earlier tokens;
-`edited_turn` drops the last 32 of them, as templates do that leave out earlier reasoning. Needs mlx-lm.
+against its full prefill. mlx-lm's prompt cache continues a conversation if the new prompt begins with all earlier
+tokens; `edited_turn` drops the last 32 of them, as templates do that leave out earlier reasoning. Needs mlx-lm.
 """
 
 from __future__ import annotations

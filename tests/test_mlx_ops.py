@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from op_cases import (
-    GDN,
     Case,
     assert_close,
     attention_weights,

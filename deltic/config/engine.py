@@ -69,9 +69,9 @@ class EngineConfig:
     """Options of the engine. An impossible value raises ConfigError with the option's name."""
 
     device: str = _device(
-        "auto", "where to run: cpu, mlx (Apple's GPUs, with the extra `mlx`), cuda, cuda:N, or neighbouring GPUs such as "
-        "cuda:0,1, which sets --tp. auto: an NVIDIA GPU of compute capability 8.0 or later, or mlx on a Mac where it is "
-        "installed, else cpu")
+        "auto", "where to run: cpu, mlx (Apple's GPUs, with the extra `mlx`), cuda, cuda:N, or neighbouring GPUs such "
+        "as cuda:0,1, which sets --tp. auto: an NVIDIA GPU of compute capability 8.0 or later, or mlx on a Mac where "
+        "it is installed, else cpu")
     dtype: str = _device(
         "auto", "dtype of weights and activations; auto: the checkpoint's",
         choices=("auto", "float32", "bfloat16", "float16"))

@@ -69,10 +69,22 @@ def device_capabilities(device: str | torch.device) -> Capabilities:
     return _DEVICES[device_kind(device)]
 
 
+def is_apple_silicon() -> bool:
+    """True on a Mac with a GPU that MLX knows."""
+    return sys.platform == "darwin" and platform.machine() == "arm64"
+
+
+def mlx_facts() -> list[str] | str:
+    """Returns the version of MLX and its device, or why it cannot be used."""
+    from deltic.ops import mlx
+
+    return mlx.missing() or mlx.device_facts()
+
+
 def find_device() -> str:
     """Returns `cuda` if torch finds a GPU that is new enough, `mlx` on a Mac with an Apple GPU where the package is
     installed, else `cpu`."""
-    if sys.platform == "darwin" and platform.machine() == "arm64" and find_spec("mlx") is not None:
+    if is_apple_silicon() and find_spec("mlx") is not None:
         return "mlx"
     if not torch.cuda.is_available():
         return "cpu"
@@ -148,9 +160,7 @@ def numeric_facts(device: str, cpu_level: str) -> dict[str, object]:
         cpu = {"library": blake2b(Path(library._name).read_bytes(), digest_size=16).hexdigest(), "best": best,
                "level": best if cpu_level == "auto" else cpu_level}
     if device_kind(device) == "mlx":
-        from deltic.ops.mlx import device_facts
-
-        return {"cpu": cpu, "mlx": device_facts()}
+        return {"cpu": cpu, "mlx": mlx_facts()}
     if device_kind(device) == "cpu":
         return {"cpu": cpu}
     from deltic.ops.cuda.card import card_of

@@ -1,4 +1,4 @@
-"""The decoder on MLX: Apple's GPUs by Metal, and any CPU. The package `mlx` is loaded only if this backend is chosen."""
+"""The decoder on MLX: Apple's GPUs by Metal, and any CPU. Only a choice of this backend loads the package `mlx`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def overlay(level: str = "auto", threads: int = 1) -> Ops:
     if why := missing():
         raise ConfigError(why, "device")
     from deltic.ops.mlx import step
+    from deltic.ops.mlx.draft_head import mtp_step
     from deltic.ops.mlx.feed_forward import pack_experts
     from deltic.ops.mlx.linear import pack
     from deltic.ops.mlx.memory import reserve
@@ -45,6 +46,7 @@ def overlay(level: str = "auto", threads: int = 1) -> Ops:
         moe=step.moe,
         head=step.head,
         step=step.step,
+        mtp_step=mtp_step,
         sample=host.sample,
     )
 

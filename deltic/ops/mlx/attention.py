@@ -99,9 +99,14 @@ def _single_tokens(table: np.ndarray, done: list[int], first: int) -> Rows:
     count = -(-longest // PAGE)
     if len(done) == 1:
         return Rows(tokens, 1, mx.array(table[:, :count]), longest, None)
-    mask = np.arange(count * PAGE + 1) < np.array(done)[:, None]
+    return Rows(tokens, len(done), mx.array(table[:, :count]), count * PAGE, single_mask(done, count * PAGE))
+
+
+def single_mask(done: list[int], context: int) -> Array:
+    """Returns the mask of `Rows` for rows of one token."""
+    mask = np.arange(context + 1) < np.array(done)[:, None]
     mask[:, -1] = True
-    return Rows(tokens, len(done), mx.array(table[:, :count]), count * PAGE, mx.array(mask)[:, None, None])
+    return mx.array(mask)[:, None, None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,10 +40,10 @@ class Moe:
     @classmethod
     def of(cls, weights: MoeWeights) -> Moe:
         assert isinstance(weights.experts, tuple)
-        stacks = Mlp(_stack([each.gate_up for each in weights.experts]), _stack([each.down for each in weights.experts]))
+        gate_up, down = ([getattr(each, name) for each in weights.experts] for name in ("gate_up", "down"))
         shared = None if weights.shared is None else Mlp.of(weights.shared)
-        return cls(matrix_of(weights.router), stacks, shared, len(weights.experts), weights.per_token,
-                   weights.normalised)
+        return cls(matrix_of(weights.router), Mlp(_stack(gate_up), _stack(down)), shared, len(weights.experts),
+                   weights.per_token, weights.normalised)
 
 
 def pack_experts(experts: tuple[MlpWeights, ...]) -> tuple[MlpWeights, ...]:

@@ -126,6 +126,9 @@ class StateWrites:
     plain: bool
 
 
+_ALL = StateWrites((), (), torch.empty(0, dtype=torch.int64), plain=True)
+
+
 @dataclass(frozen=True, slots=True)
 class RingWrites:
     """What the rings of convolution inputs get: slots [n], places [n, W]. fresh, index [n, W]: values of this step.
@@ -164,9 +167,15 @@ class GdnPlan:
     rest: Group | None
     chunks: Chunks | None
     states: StateWrites
-    rings: RingWrites
+    rings: RingWrites | None
     single_place: tuple[Tensor, Tensor] | None
     entries: LogWrites | None
+
+
+def decode_plan(rows: int, source: Array, places: Array) -> GdnPlan:
+    """Returns the plan to compute a step of one token a row, without what the pools get. source [R], places [R, K - 1]:
+    as in `Group` and `History`."""
+    return GdnPlan(rows, rows, History(places, None), Group(source, None, None), None, None, _ALL, None, None, None)
 
 
 class _Rows:
@@ -578,6 +587,7 @@ def store(result: GdnResult, view: StateView, plan: GdnPlan) -> None:
     if plan.single_place is not None:
         view.conv[plan.single_place] = raw
     else:
+        assert plan.rings is not None
         _store_rings(raw, view, plan.rings)
     put(view.recurrent, plan.states.slots, seen(result.states))
     if plan.entries is not None and view.delta_log is not None:

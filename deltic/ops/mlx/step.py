@@ -9,18 +9,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 from torch import Tensor
 
 from deltic.ops import Ops
 from deltic.ops.mlx import attention as attend
 from deltic.ops.mlx import gdn as delta
-from deltic.ops.mlx.attention import AttentionLayer, AttentionPlan, Pages, Turns
+from deltic.ops.mlx import metal
+from deltic.ops.mlx.attention import AttentionLayer, AttentionPlan, Pages, Rows, Turns
 from deltic.ops.mlx.feed_forward import Mlp, Moe, feed_forward, feed_forward_of
 from deltic.ops.mlx.gdn import GdnLayer, GdnPlan, Slots
-from deltic.ops.mlx.linear import Matrix, MlxMatrix, matrix_of, product, rms_norm, rows_of, vector
-from deltic.ops.mlx.memory import Array, array_of, copied, dtype_of, seen
+from deltic.ops.mlx.linear import matrix_of, product, rms_norm, rows_of, vector
+from deltic.ops.mlx.memory import Array, copied, dtype_of, seen
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.types import (
+    PAGE,
     AttentionSpec,
     AttentionWeights,
     Batch,
@@ -69,31 +72,97 @@ def step(ops: Ops, decoder: DecoderWeights, views: CacheViews
          ) -> Callable[[Batch], tuple[Tensor, Tensor | None]] | None:
     if not _serves(ops, decoder, views):
         return None
-    layers = [Layer.of(layer, views) for layer in decoder.layers]
-    embedding, norm = matrix_of(decoder.embedding), vector(decoder.norm)
-    head = embedding if decoder.head is decoder.embedding else matrix_of(decoder.head)
-    dtype = dtype_of((views.states[0].conv if views.states else views.kv[0].keys).dtype)
+    model = _Model(decoder, views)
+    decode = mx.compile(model.decode) if compiles() else None
 
     def run(batch: Batch) -> tuple[Tensor, Tensor | None]:
         plans = _plans(batch, decoder, views)
         turns = Turns.of(TORCH.rope(batch.positions, decoder.rope))
-        x, results = _embedded(batch, embedding, dtype), list[Result]()
-        for layer in layers:
-            x, result = _layer(x, layer, plans, turns, decoder.eps)
-            results.append(result)
-        hidden = None
-        if batch.layout.hidden:
-            x = rms_norm(x, norm, decoder.eps)
-            hidden, x = x.astype(mx.float32), x[copied(batch.logit_tokens)]
+        inputs = _decode_inputs(batch, plans, turns) if decode else None
+        if decode and inputs:
+            hidden, (logits, *parts) = None, decode(*inputs)
         else:
-            x = rms_norm(x[copied(batch.logit_tokens)], norm, decoder.eps)
-        logits = product(x, head).astype(mx.float32)
-        mx.eval(logits, *([] if hidden is None else [hidden]), *(part for each in results for part in each.arrays))
-        for layer, result in zip(decoder.layers, results, strict=True):
-            _store(result, layer, views, plans, batch)
+            x, parts = model.layers_of(model.embedded(batch), plans, turns)
+            hidden, logits = model.logits(x, batch)
+        mx.eval(logits, *([] if hidden is None else [hidden]), *parts)
+        for layer in decoder.layers:
+            parts = _store(parts, layer, views, plans, batch)
         return seen(logits), None if hidden is None else seen(hidden)
 
     return run
+
+
+def compiles() -> bool:
+    """True if decode steps are compiled: MLX's compiler for CPUs calls a C++ compiler, which takes seconds."""
+    return metal.available()
+
+
+class _Model:
+    """The weights of a decoder as arrays, with its cache."""
+
+    def __init__(self, decoder: DecoderWeights, views: CacheViews) -> None:
+        self._layers = [Layer.of(layer, views) for layer in decoder.layers]
+        self._embedding, self._norm, self._eps = matrix_of(decoder.embedding), vector(decoder.norm), decoder.eps
+        self._head = self._embedding if decoder.head is decoder.embedding else matrix_of(decoder.head)
+        self._dtype = dtype_of((views.states[0].conv if views.states else views.kv[0].keys).dtype)
+
+    def embedded(self, batch: Batch) -> Array:
+        x = rows_of(self._embedding, copied(batch.ids)).astype(self._dtype)
+        given = batch.input_embeds
+        if given is not None:
+            x[copied(given.tokens)] = copied(given.rows).astype(self._dtype)
+        return x
+
+    def layers_of(self, x: Array, plans: _Plans, turns: Turns) -> tuple[Array, list[Array]]:
+        """x [T, H] -> the last layer's output, and what the pools get: the arrays of the layers' results."""
+        parts = list[Array]()
+        for layer in self._layers:
+            x, result = _layer(x, layer, plans, turns, self._eps)
+            parts += result.arrays
+        return x, parts
+
+    def logits(self, x: Array, batch: Batch) -> tuple[Array | None, Array]:
+        """Returns the hidden states of all tokens, if the batch asks for them, and the logits."""
+        wanted, hidden = copied(batch.logit_tokens), None
+        if batch.layout.hidden:
+            x = rms_norm(x, self._norm, self._eps)
+            hidden, x = x.astype(mx.float32), x[wanted]
+        else:
+            x = rms_norm(x[wanted], self._norm, self._eps)
+        return hidden, product(x, self._head).astype(mx.float32)
+
+    def decode(self, ids: Array, cos: Array, sin: Array, source: Array, places: Array, table: Array, mask: Array
+               ) -> list[Array]:
+        """A step of one token a row, of rows that have a state, as a function of arrays alone, which can be compiled.
+        Returns the logits, and what the pools get."""
+        count = len(ids)
+        rows = Rows(slice(0, count), count, table, table.shape[1] * PAGE, mask)
+        plans = _Plans(AttentionPlan((rows,)), delta.decode_plan(count, source, places))
+        x, parts = self.layers_of(rows_of(self._embedding, ids).astype(self._dtype), plans, Turns(cos, sin))
+        return [product(rms_norm(x, self._norm, self._eps), self._head).astype(mx.float32), *parts]
+
+
+def _decode_inputs(batch: Batch, plans: _Plans, turns: Turns) -> tuple[Array, ...] | None:
+    """Returns the arguments of `_Model.decode`; None for another step."""
+    layout, gdn = batch.layout, plans.gdn
+    if layout.decode_rows < layout.rows or layout.logits < layout.rows or layout.hidden or batch.input_embeds:
+        return None
+    if gdn and (gdn.single_place is None or gdn.history.real is not None or gdn.first is None):
+        return None
+    done = batch.done.tolist()
+    pages = _bucket(-(-max(done) // PAGE))
+    table = np.zeros((layout.rows, pages), np.int64)
+    given = batch.pages.numpy()[:, :pages]
+    table[:, :given.shape[1]] = given
+    none = mx.zeros((layout.rows, 1), mx.int32)
+    source, places = (gdn.first.source, gdn.history.places) if gdn and gdn.first else (none, none)
+    return (copied(batch.ids), turns.cos, turns.sin, source, places, mx.array(table),
+            attend.single_mask(done, pages * PAGE))
+
+
+def _bucket(pages: int) -> int:
+    """Rounds a number of pages up, so that graphs are used again."""
+    return -(-pages // 16) * 16 if pages > 8 else max(4, 1 << (pages - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +179,6 @@ def _plans(batch: Batch, decoder: DecoderWeights, views: CacheViews) -> _Plans:
     )
 
 
-def _embedded(batch: Batch, embedding: Matrix, dtype: mx.Dtype) -> Array:
-    x = rows_of(embedding, copied(batch.ids)).astype(dtype)
-    given = batch.input_embeds
-    if given is not None:
-        x[copied(given.tokens)] = copied(given.rows).astype(dtype)
-    return x
-
-
 def _layer(x: Array, layer: Layer, plans: _Plans, turns: Turns, eps: float) -> tuple[Array, Result]:
     """x: the residual stream [T, H]."""
     normed, cache, result = rms_norm(x, layer.input_norm, eps), layer.cache, None
@@ -131,24 +192,31 @@ def _layer(x: Array, layer: Layer, plans: _Plans, turns: Turns, eps: float) -> t
     return x + feed_forward(rms_norm(x, layer.post_norm, eps), layer.mlp), result
 
 
-def _store(result: Result, layer: DecoderLayer, views: CacheViews, plans: _Plans, batch: Batch) -> None:
-    if isinstance(result, attend.KvResult):
-        attend.store(result, views.kv[layer.store], batch.store)
-    else:
-        assert plans.gdn is not None
-        delta.store(result, views.states[layer.store], plans.gdn)
+def _store(parts: list[Array], layer: DecoderLayer, views: CacheViews, plans: _Plans, batch: Batch) -> list[Array]:
+    """Writes a layer's results, the first of the arrays, to its pools. Returns the others."""
+    if isinstance(layer.mixer, AttentionWeights):
+        attend.store(attend.KvResult(*parts[:2]), views.kv[layer.store], batch.store)
+        return parts[2:]
+    assert plans.gdn is not None
+    count = 5 if plans.gdn.entries else 2
+    raw, states, *entries = parts[:count]
+    delta.store(delta.GdnResult(raw, states, tuple(entries)), views.states[layer.store], plans.gdn)
+    return parts[count:]
 
 
 def _serves(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> bool:
-    """True if a step's ops are all of this backend, on one device, and the caches have dtypes of MLX."""
-    own = (ops.gdn_mixer, ops.attention_mixer, ops.mlp, ops.moe, ops.head, ops.add_norm, ops.embed, ops.rope) == (
-        gdn_mixer, attention_mixer, mlp, moe, head, TORCH.add_norm, TORCH.embed, TORCH.rope)
-    whole = all(layer.mixer.shards == 1 and not _offloaded(layer.mlp) for layer in decoder.layers)
-    return own and whole and all(_plain(view) for view in views.kv)
+    """As `serves_layer`, of all layers."""
+    return all(serves_layer(ops, layer, views) for layer in decoder.layers)
 
 
-def _offloaded(weights: MlpWeights | MoeWeights) -> bool:
-    return isinstance(weights, MoeWeights) and isinstance(weights.experts, ExpertPool)
+def serves_layer(ops: Ops, layer: DecoderLayer, views: CacheViews) -> bool:
+    """True if the ops of a layer are all of this backend, on one device, and its K/V has a dtype of MLX."""
+    own = (ops.gdn_mixer, ops.attention_mixer, ops.store_kv, ops.mlp, ops.moe, ops.head) == (
+        gdn_mixer, attention_mixer, store_kv, mlp, moe, head)
+    shared = (ops.add_norm, ops.embed, ops.rope) == (TORCH.add_norm, TORCH.embed, TORCH.rope)
+    offloaded = isinstance(layer.mlp, MoeWeights) and isinstance(layer.mlp.experts, ExpertPool)
+    plain = isinstance(layer.mixer, GdnWeights) or _plain(views.kv[layer.store])
+    return own and shared and layer.mixer.shards == 1 and not offloaded and plain
 
 
 def _plain(view: KvView) -> bool:
