@@ -15,6 +15,7 @@ import test_prefix_same_answer as reuse
 import test_same_answer as grid
 import test_speculation as drafts
 import torch
+from op_cases import relative_rms
 from reuse_cases import runtime_of
 from speculation_cases import ANSWER, request_of
 from support import (
@@ -38,6 +39,8 @@ from deltic.engine.loading import RandomModel, load
 from deltic.errors import ConfigError
 from deltic.ops import explain
 from deltic.ops.mlx import missing
+from deltic.ops.quantized import QTensor
+from deltic.ops.types import DecoderLayer, GdnWeights, MlpWeights, Weight
 from deltic.params import SamplingParams
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.draft_length import FixedDraftLength
@@ -114,7 +117,7 @@ def test_bfloat16_differs_by_its_rounding(name: str) -> None:
 
 CASES = [grid.Case(*values) for values in (  # type: ignore[arg-type]
     ("mlx", 1, 1, False, False), ("mlx", 7, 3, True, True), ("mlx", 64, 8, False, True), ("mlx", 512, 8, True, False),
-    ("mlx, experts", 7, 3, False, False), ("mlx, experts", 64, 8, True, True), ("mlx, qwen2", 64, 3, False, True))]
+    ("mlx, experts", 7, 3, False, False), ("mlx, experts", 64, 8, True, True))]
 
 
 @needs_mlx
@@ -162,18 +165,33 @@ def test_quantized_weights_are_those_of_the_cpu(quant: str, experts: bool) -> No
     shape = moe_shape(**{**BLOCKS, "intermediate_size": 0, "experts": ExpertsConfig(9, 3, 256, 512)}) if experts else (
         odd_shape(**BLOCKS))
     ours, others = (load(RandomModel(shape=shape, initializer_range=0.1), EngineConfig(
-        dtype="float32", memory="8MiB", threads=1, device=device, quant=quant)) for device in ("mlx", "cpu"))
-    layer, other = ours.decoder.weights.layers[0], others.decoder.weights.layers[0]
-    exact = _numbers(layer.mixer.out_proj), _numbers(other.mixer.out_proj)
-    torch.testing.assert_close(*exact, rtol=1e-6, atol=1e-7)
+        dtype="float32", memory="8MiB", threads=1, device=device, ops=ops, quant=quant))
+        for device, ops in (("mlx", ()), ("cpu", ("torch",))))
+    assert explain(ours.ops)["step"] == "mlx" and ours.step is not None
+    errors = [relative_rms(numbers_of(found), numbers_of(expected))
+              for layer, other in zip(ours.decoder.weights.layers, others.decoder.weights.layers, strict=True)
+              for found, expected in zip(weights_of(layer), weights_of(other), strict=True)]
+    # Q4_K and Q8_0 keep their codes; the Q6_K among the former gets 8 bits in groups
+    assert min(errors) < 1e-6 and max(errors) < (1e-6 if quant == "q8_0" else 5e-3)
     tokens = numbers(3, 90, 509)
     found, expected = (session_over(each).prefill(tokens, all_logits=True) for each in (ours, others))
-    assert float((found - expected).abs().max()) < 0.05 * float(expected.abs().max())
-    assert explain(ours.ops)["step"] == "mlx" and ours.step is not None
+    if quant == "q8_0":
+        same_logits(expected, found)
+    else:  # Q6_K was rounded again, which may change a token's experts
+        assert float((expected.argmax(-1) == found.argmax(-1)).float().mean()) > 0.8
 
 
-def _numbers(weight: Any) -> torch.Tensor:
-    return torch.cat([block.dequantize() for block in (weight if isinstance(weight, tuple) else (weight,))])
+def weights_of(layer: DecoderLayer) -> list[Weight]:
+    mixer, mlp = layer.mixer, layer.mlp
+    parts = [mlp] if isinstance(mlp, MlpWeights) else [*mlp.parts]
+    mixing = mixer.in_proj if isinstance(mixer, GdnWeights) else mixer.qkv
+    return [mixing, *(weight for part in parts for weight in (part.gate_up, part.down))]
+
+
+def numbers_of(weight: Weight) -> torch.Tensor:
+    blocks = weight if isinstance(weight, tuple) else (weight,)
+    assert all(isinstance(block, QTensor) for block in blocks)
+    return torch.cat([block.dequantize() for block in blocks if isinstance(block, QTensor)])
 
 
 @needs_mlx

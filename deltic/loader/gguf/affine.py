@@ -50,8 +50,9 @@ _EXACT: Final[Mapping[str, tuple[int, Callable[[Blocks], tuple[Bytes, Any, Any]]
 
 def affine_rows(type: str, raw: Bytes, rows: int) -> AffineRows | Floats:
     """Returns rows of blocks of a type as codes, if they are such codes; otherwise their numbers [rows, columns]."""
+    raw = np.ascontiguousarray(raw).reshape(-1)
     if type not in _EXACT:
         return decode(raw, BY_NAME[type]).reshape(rows, -1)
     bits, parts = _EXACT[type]
-    codes, scales, biases = parts(np.ascontiguousarray(raw).view(LAYOUTS[type]))
+    codes, scales, biases = parts(raw.view(LAYOUTS[type]))
     return AffineRows(codes.reshape(rows, -1), scales.reshape(rows, -1), biases.reshape(rows, -1), bits)

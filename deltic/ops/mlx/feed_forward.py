@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 from torch import Tensor
 
+from deltic.ops.mlx import metal
 from deltic.ops.mlx.linear import Matrix, MlxMatrix, Packed, matrix_of, product, together
 from deltic.ops.mlx.memory import Array, array_of, share, whole_of
 from deltic.ops.types import MlpWeights, MoeWeights, Weight
@@ -136,5 +137,11 @@ def _chosen(x: Array, stack: Matrix, experts: Array, ordered: bool) -> Array:
     if isinstance(stack, Packed):
         return mx.gather_qmm(x, stack.codes, stack.scales, stack.biases, rhs_indices=experts, transpose=True,
                              group_size=stack.group, bits=stack.bits, mode=stack.mode, sorted_indices=ordered)
-    weights = mx.swapaxes(stack.astype(x.dtype), -1, -2)
-    return mx.gather_mm(x, weights, rhs_indices=experts, sorted_indices=ordered)
+    weights = mx.swapaxes(stack, -1, -2)
+    if x.dtype == mx.float32 or metal.available():
+        return mx.gather_mm(x, weights.astype(x.dtype), rhs_indices=experts, sorted_indices=ordered)
+    # on a CPU MLX has this product in float32 alone
+    if len(experts) < len(stack):
+        weights, experts = weights[experts], mx.arange(len(experts))
+    wide = x.astype(mx.float32), weights.astype(mx.float32)
+    return mx.gather_mm(*wide, rhs_indices=experts, sorted_indices=ordered).astype(x.dtype)
