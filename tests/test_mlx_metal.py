@@ -17,7 +17,7 @@ if why := missing():
 
 import mlx.core as mx
 
-from deltic.ops.mlx.gdn import Heads, step
+from deltic.ops.mlx.gdn import DeltaHeads, step
 from deltic.ops.mlx.memory import copied, seen
 from deltic.ops.mlx.metal import INPUTS, OUTPUTS, SOURCE
 
@@ -65,7 +65,7 @@ def test_the_kernel_computes_the_step(tmp_path: Path) -> None:
     compiled(tmp_path).run(*(ctypes.c_void_p(each.data_ptr()) for each in (*inputs, *outputs)))
     start = states[slots.long()]
     start[1] = 0
-    heads = Heads(*map(copied, (query, key, value, key, log_decay, beta)))
+    heads = DeltaHeads(*map(copied, (query, key, value, key, log_decay, beta)))
     wanted = step(heads, copied(start))
     mx.eval(*wanted)
     for found, expected in zip(outputs, wanted, strict=True):

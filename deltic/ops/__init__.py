@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from deltic.ops.encoder import Scene, VisionWeights
 
 
+def _as_they_are(experts: tuple[MlpWeights, ...]) -> tuple[MlpWeights, ...]:
+    return experts
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """A backend. H: hidden size, V: vocabulary, T, L: tokens and logit rows of the batch.
@@ -109,7 +113,11 @@ class Ops:
     step: Callable[[Ops, DecoderWeights, CacheViews], Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None]
     vision: Callable[[Tensor, VisionWeights, Scene], Iterator[None]]
     reserve: Callable[[tuple[int, ...], torch.dtype, str], Tensor] = reserve
-    pack_experts: Callable[[tuple[MlpWeights, ...]], tuple[MlpWeights, ...]] = tuple
+    pack_experts: Callable[[tuple[MlpWeights, ...]], tuple[MlpWeights, ...]] = _as_they_are
+
+
+_PLACES = ("reserve", "pack_experts")
+"""Ops that place tensors and compute nothing."""
 
 
 def backends(level: str = "auto", threads: int = 1) -> dict[str, Ops]:
@@ -155,7 +163,7 @@ def explain(ops: Ops, decoder: DecoderWeights | None = None, views: CacheViews |
     decoder, views: of a loaded model, for which kernels may leave ops to torch."""
     from deltic.ops import cpu, cuda
 
-    served = {f.name: getattr(ops, f.name).__module__.split(".")[2] for f in fields(ops)}
+    served = {f.name: getattr(ops, f.name).__module__.split(".")[2] for f in fields(ops) if f.name not in _PLACES}
     served |= {name: f"torch ({why})" for name, why in cpu.missing().items() if served[name] == "torch"}
     if decoder is None or views is None:
         return served

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from importlib.util import find_spec
 
 from deltic.errors import ConfigError
@@ -56,7 +57,7 @@ def device_facts() -> list[str]:
     import mlx.core as mx
 
     device = "Metal" if mx.metal.is_available() else "the CPU"
-    return [mx.__version__, device]
+    return [version("mlx"), device]
 
 
 def working_set() -> int:

@@ -19,7 +19,7 @@ from deltic.ops.types import PAGE, AttentionSpec, AttentionWeights, Batch, KvVie
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionLayer:
+class AttentionArrays:
     """The weights of a layer. q_norm, k_norm [head_dim], bias: float32, or None."""
 
     spec: AttentionSpec
@@ -30,7 +30,7 @@ class AttentionLayer:
     bias: Array | None
 
     @classmethod
-    def of(cls, weights: AttentionWeights) -> AttentionLayer:
+    def of(cls, weights: AttentionWeights) -> AttentionArrays:
         return cls(weights.spec, matrix_of(weights.qkv), vector(weights.q_norm), vector(weights.k_norm),
                    matrix_of(weights.o_proj), vector(weights.bias))
 
@@ -48,8 +48,8 @@ class Pages:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows that attend together, with the same number of tokens each.
+class AttentionRows:
+    """AttentionRows that attend together, with the same number of tokens each.
 
     tokens: theirs in the batch. count: of rows. table [R, n]: pages; None: nothing lies in pages yet.
     context: tokens to take from the pages. mask [R, 1, 1, context + 1]: what a row of one token attends to; None: all
@@ -67,19 +67,19 @@ class Rows:
 class AttentionPlan:
     """What all layers of a step share."""
 
-    rows: tuple[Rows, ...]
+    rows: tuple[AttentionRows, ...]
 
 
 def plan_of(batch: Batch) -> AttentionPlan:
     table, done, layout = batch.pages.numpy(), batch.done.tolist(), batch.layout
-    found, token, row = list[Rows](), 0, 0
+    found, token, row = list[AttentionRows](), 0, 0
     for size in _padded(done[:layout.decode_rows]):
         found.append(_single_tokens(table[row:row + size], done[row:row + size], row))
         token = row = row + size
     for row in range(layout.decode_rows, layout.rows):
         end, context = token + layout.chunks[row], done[row]
         wanted = mx.array(table[row:row + 1, :-(-context // PAGE)]) if context else None
-        found.append(Rows(slice(token, end), 1, wanted, context, None))
+        found.append(AttentionRows(slice(token, end), 1, wanted, context, None))
         token = end
     return AttentionPlan(tuple(found))
 
@@ -92,18 +92,18 @@ def _padded(done: list[int]) -> Iterator[int]:
         yield from [1] * len(done)
 
 
-def _single_tokens(table: np.ndarray, done: list[int], first: int) -> Rows:
+def _single_tokens(table: np.ndarray, done: list[int], first: int) -> AttentionRows:
     tokens, longest = slice(first, first + len(done)), max(done)
     if longest == 0:
-        return Rows(tokens, len(done), None, 0, None)
+        return AttentionRows(tokens, len(done), None, 0, None)
     count = -(-longest // PAGE)
     if len(done) == 1:
-        return Rows(tokens, 1, mx.array(table[:, :count]), longest, None)
-    return Rows(tokens, len(done), mx.array(table[:, :count]), count * PAGE, single_mask(done, count * PAGE))
+        return AttentionRows(tokens, 1, mx.array(table[:, :count]), longest, None)
+    return AttentionRows(tokens, len(done), mx.array(table[:, :count]), count * PAGE, single_mask(done, count * PAGE))
 
 
 def single_mask(done: list[int], context: int) -> Array:
-    """Returns the mask of `Rows` for rows of one token."""
+    """Returns the mask of `AttentionRows` for rows of one token."""
     mask = np.arange(context + 1) < np.array(done)[:, None]
     mask[:, -1] = True
     return mx.array(mask)[:, None, None]
@@ -133,7 +133,7 @@ class Turns:
         return cls(copied(rope.cos)[:, None], copied(rope.sin)[:, None])
 
 
-def attention(x: Array, layer: AttentionLayer, stored: Pages, plan: AttentionPlan, turns: Turns
+def attention(x: Array, layer: AttentionArrays, stored: Pages, plan: AttentionPlan, turns: Turns
               ) -> tuple[Array, KvResult]:
     """x [T, H] -> [T, H], and the K/V of the step's tokens."""
     spec, tokens = layer.spec, len(x)
@@ -181,7 +181,7 @@ def _rotated(x: Array, scale: Array | None, eps: float, turns: Turns) -> Array:
     return mx.concatenate([turned, kept], axis=-1) if kept.shape[-1] else turned
 
 
-def _attend(query: Array, own: KvResult, stored: Pages, rows: Rows, spec: AttentionSpec) -> Array:
+def _attend(query: Array, own: KvResult, stored: Pages, rows: AttentionRows, spec: AttentionSpec) -> Array:
     """query [R * n, heads, head_dim] -> the same shape."""
     count, valid = rows.count, None
     if rows.mask is not None:
@@ -197,7 +197,7 @@ def _attend(query: Array, own: KvResult, stored: Pages, rows: Rows, spec: Attent
     return mx.swapaxes(out, 1, 2).reshape(query.shape)
 
 
-def _joined(pool: Array, new: Array, rows: Rows, valid: Array | None) -> Array:
+def _joined(pool: Array, new: Array, rows: AttentionRows, valid: Array | None) -> Array:
     """Returns what the pages have, and the rows' own tokens after it: new [R, n, ...] -> [R, kv_heads, .., head_dim].
     What is not valid becomes zero: a weight of zero times a stale NaN would be NaN."""
     if rows.table is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltic.ops import Ops
 from deltic.ops.mlx import attention as attend
-from deltic.ops.mlx.attention import AttentionLayer, Pages, Turns
+from deltic.ops.mlx.attention import AttentionArrays, Pages, Turns
 from deltic.ops.mlx.feed_forward import feed_forward, feed_forward_of
 from deltic.ops.mlx.linear import matrix_of, product, rms_norm, rows_of, vector
 from deltic.ops.mlx.memory import Array, copied, dtype_of, seen
@@ -70,7 +70,7 @@ class _Head:
         self._norms = [vector(norm) for norm in (weights.norm_embedding, weights.norm_hidden, weights.layer.input_norm,
                                                  weights.layer.post_norm, weights.norm)]
         self._embedding, self._fc = matrix_of(weights.embedding), matrix_of(weights.fc)
-        self._mixer, self._pages = AttentionLayer.of(mixer), Pages.of(self._view)
+        self._mixer, self._pages = AttentionArrays.of(mixer), Pages.of(self._view)
         self._kv, self._head = matrix_of(weights.kv), matrix_of(weights.head)
         self._mlp = feed_forward_of(weights.layer.mlp)
 

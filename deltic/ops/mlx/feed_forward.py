@@ -18,32 +18,32 @@ _SORTED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Mlp:
+class MlpArrays:
     gate_up: Matrix
     down: Matrix
 
     @classmethod
-    def of(cls, weights: MlpWeights) -> Mlp:
+    def of(cls, weights: MlpWeights) -> MlpArrays:
         return cls(matrix_of(weights.gate_up), matrix_of(weights.down))
 
 
 @dataclass(frozen=True, slots=True)
-class Moe:
-    """experts: as `Mlp`, with stacks of matrices. count: number of experts."""
+class MoeArrays:
+    """experts: as `MlpArrays`, with stacks of matrices. count: number of experts."""
 
     router: Matrix
-    experts: Mlp
-    shared: Mlp | None
+    experts: MlpArrays
+    shared: MlpArrays | None
     count: int
     per_token: int
     normalised: bool
 
     @classmethod
-    def of(cls, weights: MoeWeights) -> Moe:
+    def of(cls, weights: MoeWeights) -> MoeArrays:
         assert isinstance(weights.experts, tuple)
         gate_up, down = ([getattr(each, name) for each in weights.experts] for name in ("gate_up", "down"))
-        shared = None if weights.shared is None else Mlp.of(weights.shared)
-        return cls(matrix_of(weights.router), Mlp(_stack(gate_up), _stack(down)), shared, len(weights.experts),
+        shared = None if weights.shared is None else MlpArrays.of(weights.shared)
+        return cls(matrix_of(weights.router), MlpArrays(_stack(gate_up), _stack(down)), shared, len(weights.experts),
                    weights.per_token, weights.normalised)
 
 
@@ -60,8 +60,8 @@ def _common(weights: Sequence[Weight]) -> Sequence[Weight]:
     return list(share(mx.stack([array_of(weight) for weight in plain])))
 
 
-def feed_forward_of(weights: MlpWeights | MoeWeights) -> Mlp | Moe:
-    return Moe.of(weights) if isinstance(weights, MoeWeights) else Mlp.of(weights)
+def feed_forward_of(weights: MlpWeights | MoeWeights) -> MlpArrays | MoeArrays:
+    return MoeArrays.of(weights) if isinstance(weights, MoeWeights) else MlpArrays.of(weights)
 
 
 def _stack(weights: Sequence[Weight]) -> Matrix:
@@ -85,12 +85,12 @@ def _stack(weights: Sequence[Weight]) -> Matrix:
                      if not isinstance(each, tuple)])
 
 
-def feed_forward(x: Array, layer: Mlp | Moe) -> Array:
+def feed_forward(x: Array, layer: MlpArrays | MoeArrays) -> Array:
     """x [T, H] -> [T, H]."""
-    return moe(x, layer) if isinstance(layer, Moe) else mlp(x, layer)
+    return moe(x, layer) if isinstance(layer, MoeArrays) else mlp(x, layer)
 
 
-def mlp(x: Array, layer: Mlp) -> Array:
+def mlp(x: Array, layer: MlpArrays) -> Array:
     return product(_gated(product(x, layer.gate_up)), layer.down)
 
 
@@ -99,7 +99,7 @@ def _gated(both: Array) -> Array:
     return gate * mx.sigmoid(gate) * up
 
 
-def moe(x: Array, layer: Moe) -> Array:
+def moe(x: Array, layer: MoeArrays) -> Array:
     logits = product(x.astype(mx.float32), layer.router)
     chances = mx.softmax(logits[:, :layer.count], axis=-1)
     # a stable order: among equals the lower number comes first
@@ -114,7 +114,7 @@ def moe(x: Array, layer: Moe) -> Array:
     return total.astype(x.dtype)
 
 
-def _through_experts(x: Array, chosen: Array, layer: Moe) -> Array:
+def _through_experts(x: Array, chosen: Array, layer: MoeArrays) -> Array:
     """x [T, H], chosen [T, k] -> [T, k, H]: the outputs of the chosen experts."""
     tokens, most = chosen.shape
     flat, order = chosen.reshape(-1), None

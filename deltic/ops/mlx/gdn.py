@@ -1,29 +1,28 @@
 """Gated DeltaNet layers on arrays: rows of one token in one step, longer rows in chunks.
 
-The chunked form is that of `ops.torch.gdn`. Chunks end where states are wanted, so that every checkpoint is the state
-after a chunk. The layer computes; `GdnWrites` then stores states, convolution inputs and log entries in the pools.
+The chunked form is that of `ops.torch.gdn`. A layer computes; `store` then writes states, convolution inputs and log
+entries to the pools.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import mlx.core as mx
-import numpy as np
 import torch
 from torch import Tensor
 
 from deltic.ops.mlx import metal
+from deltic.ops.mlx.gdn_plan import GdnPlan, Group, RingWrites, RowChunks, StateWrites
 from deltic.ops.mlx.linear import Matrix, matrix_of, product, vector
-from deltic.ops.mlx.memory import Array, array_of, copied, seen
-from deltic.ops.reference import UNIT_EPS, next_base
+from deltic.ops.mlx.memory import Array, array_of, seen
+from deltic.ops.reference import UNIT_EPS
 from deltic.ops.torch.basic import put
-from deltic.ops.types import CHUNK, RING, Batch, GdnSpec, GdnWeights, StateView
+from deltic.ops.types import RING, GdnSpec, GdnWeights, StateView
 
 
 @dataclass(frozen=True, slots=True)
-class GdnLayer:
+class GdnArrays:
     """The weights of a layer. conv [K, C] float32; decay, dt_bias [Hv], norm [Dv] float32."""
 
     spec: GdnSpec
@@ -35,7 +34,7 @@ class GdnLayer:
     out_proj: Matrix
 
     @classmethod
-    def of(cls, weights: GdnWeights) -> GdnLayer:
+    def of(cls, weights: GdnWeights) -> GdnArrays:
         return cls(weights.spec, matrix_of(weights.in_proj), vector(weights.conv.t()), vector(weights.decay),
                    vector(weights.dt_bias), vector(weights.norm), matrix_of(weights.out_proj))
 
@@ -58,298 +57,11 @@ class Slots:
         return cls(array_of(view.recurrent), array_of(view.conv), *logs)
 
 
-@dataclass(frozen=True, slots=True)
-class Entries:
-    """The log entries of some rows, RING for each. index [R, RING]: places in the log's pool, as if it had one axis.
-    real [R, RING]."""
-
-    index: Array
-    real: Array
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """Where the K - 1 inputs before each row lie. places [R, K - 1]: in the slots' rings. real: the input exists.
-    logged [R, K - 1], or None: places in the logs' rings, of those that from_log marks."""
-
-    places: Array
-    real: Array | None
-    logged: Array | None = None
-    from_log: Array | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Rows that are computed together. source [R]: their slots. fresh [R] or None: rows that start from zero."""
-
-    source: Array
-    fresh: Array | None
-    entries: Entries | None
-
-
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """The chunks of the longer rows: N of them with C places each, ordered by chunk number, then by row.
-
-    rows: the number of rows with a chunk j, for each j. gather [N * C]: indices into the rows' tokens.
-    real [N, 1, C]: what is no padding; None: everything. join [tokens]: the places of the tokens.
-    lengths: tokens of each row, in batch order. wanted: chunks and rows (both by rank) of the states to keep.
-    """
-
-    size: int
-    rows: tuple[int, ...]
-    gather: Array
-    real: Array | None
-    join: Array
-    lengths: tuple[int, ...]
-    wanted: tuple[tuple[int, int], ...]
-
-    def split(self, x: Array) -> Array:
-        """[tokens, heads, ...] -> [N, heads, C, ...]."""
-        x = x[self.gather].reshape(-1, self.size, *x.shape[1:])
-        return mx.swapaxes(x, 1, 2)
-
-    def joined(self, x: Array) -> Array:
-        """[N, heads, C, ...] -> [tokens, heads, ...]."""
-        x = mx.swapaxes(x, 1, 2)
-        return x.reshape(-1, *x.shape[2:])[self.join]
-
-
-@dataclass(frozen=True, slots=True)
-class StateWrites:
-    """Which states go to which slots, [n, Hv, Dk, Dv] after one another: places among the rows' states after the step,
-    then before it (both in batch order), then wanted ones of longer rows. plain: they are all rows' in order."""
-
-    after: tuple[int, ...]
-    before: tuple[int, ...]
-    slots: Tensor
-    plain: bool
-
-
-_ALL = StateWrites((), (), torch.empty(0, dtype=torch.int64), plain=True)
-
-
-@dataclass(frozen=True, slots=True)
-class RingWrites:
-    """What the rings of convolution inputs get: slots [n], places [n, W]. fresh, index [n, W]: values of this step.
-    sources [n], logs [n], positions [n, W]; kept, logged [n, W]: values of the sources' rings and of the logs.
-    """
-
-    slots: Tensor
-    places: Tensor
-    fresh: Tensor
-    index: Tensor
-    sources: Tensor
-    logs: Tensor
-    positions: Tensor
-    kept: Tensor
-    logged: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class LogWrites:
-    """Tokens [n] that become entries of logs [n] at places [n]."""
-
-    tokens: Tensor
-    logs: Tensor
-    places: Tensor
-    picked: Array
-
-
-@dataclass(frozen=True, slots=True)
-class GdnPlan:
-    """What all layers of a step share. singles: number of rows of one token, which come first. length: tokens."""
-
-    singles: int
-    length: int
-    history: History
-    first: Group | None
-    rest: Group | None
-    chunks: Chunks | None
-    states: StateWrites
-    rings: RingWrites | None
-    single_place: tuple[Tensor, Tensor] | None
-    entries: LogWrites | None
-
-
-def decode_plan(rows: int, source: Array, places: Array) -> GdnPlan:
-    """Returns the plan to compute a step of one token a row, without what the pools get. source [R], places [R, K - 1]:
-    as in `Group` and `History`."""
-    return GdnPlan(rows, rows, History(places, None), Group(source, None, None), None, None, _ALL, None, None, None)
-
-
-class _Rows:
-    """The rows of a batch in plain integers."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.count, self.singles = batch.layout.rows, batch.layout.decode_rows
-        self.chunk = batch.layout.chunks
-        self.starts, self.done = batch.starts.tolist(), batch.done.tolist()
-        self.base, self.log = batch.base.tolist(), batch.delta_log.tolist()
-        self.source, self.target = batch.source.tolist(), batch.target.tolist()
-        self.append = [bool(each) for each in batch.append.tolist()]
-        columns = (batch.emit_row.tolist(), batch.emit_length.tolist(), batch.emit_slot.tolist())
-        self.emits = list(zip(*columns, strict=True))
-
-
-def plan_of(batch: Batch, spec: GdnSpec, width: int) -> GdnPlan:
-    """width: places of a ring of convolution inputs."""
-    rows = _Rows(batch)
-    before = spec.conv_kernel - 1
-    singles = range(rows.singles)
-    longer = sorted(range(rows.singles, rows.count), key=lambda row: -_chunk_count(rows, row))
-    chunks = _cut(rows, longer) if longer else None
-    states = _state_writes(rows, longer, chunks)
-    rings = _ring_writes(batch, rows, width)
-    return GdnPlan(
-        singles=rows.singles,
-        length=batch.layout.tokens,
-        history=_history(rows, before, width),
-        first=_group(rows, list(singles)) if singles else None,
-        rest=_group(rows, longer) if longer else None,
-        chunks=chunks,
-        states=states,
-        rings=rings,
-        single_place=_single_place(batch, rows, width),
-        entries=_log_writes(rows),
-    )
-
-
-def _group(rows: _Rows, members: list[int]) -> Group:
-    fresh = [rows.base[row] == 0 for row in members]
-    entries = None
-    if any(rows.base[row] < rows.done[row] for row in members):
-        index, real = np.zeros((len(members), RING), np.int64), np.zeros((len(members), RING), bool)
-        for place, row in enumerate(members):
-            positions = np.arange(rows.base[row], rows.done[row])
-            index[place, :len(positions)] = rows.log[row] * RING + positions % RING
-            real[place, :len(positions)] = True
-        entries = Entries(mx.array(index), mx.array(real))
-    return Group(mx.array([rows.source[row] for row in members]), mx.array(fresh) if any(fresh) else None, entries)
-
-
-def _history(rows: _Rows, before: int, width: int) -> History:
-    done, base = np.array(rows.done)[:, None], np.array(rows.base)[:, None]
-    positions = done - before + np.arange(before)
-    places = np.array(rows.source)[:, None] * width + positions % width
-    real = positions >= 0
-    found = History(mx.array(places), None if real.all() else mx.array(real)[..., None])
-    if (base == done).all():
-        return found
-    logged = np.array(rows.log)[:, None] * RING + positions % RING
-    return History(found.places, found.real, mx.array(logged), mx.array((positions >= base) & real)[..., None])
-
-
-def _ends(rows: _Rows, row: int) -> list[int]:
-    """Where chunks of a row end, in tokens of the row: at wanted states, and so that none is longer than CHUNK."""
-    stops = {length - rows.done[row] for owner, length, _ in rows.emits if owner == row} | {rows.chunk[row]}
-    found = list[int]()
-    for start, stop in pairwise([0, *sorted(stops)]):
-        found += [*range(start + CHUNK, stop, CHUNK), stop]
-    return found
-
-
-def _chunk_count(rows: _Rows, row: int) -> int:
-    return len(_ends(rows, row))
-
-
-def _cut(rows: _Rows, longer: list[int]) -> Chunks:
-    ends = [_ends(rows, row) for row in longer]
-    first = rows.starts[rows.singles]
-    widest = max(stop - start for each in ends for start, stop in pairwise([0, *each]))
-    size = min(CHUNK, max(4, 1 << (widest - 1).bit_length()))
-    counts = [len(each) for each in ends]
-    active = tuple(sum(count > number for count in counts) for number in range(counts[0]))
-    total = sum(counts)
-    gather, real = np.zeros((total, size), np.int64), np.zeros((total, size), bool)
-    join = np.zeros(rows.starts[-1] - first, np.int64)
-    number = 0
-    for j, some in enumerate(active):
-        for rank in range(some):
-            start, stop = ([0, *ends[rank]][j], ends[rank][j])
-            tokens = rows.starts[longer[rank]] - first + np.arange(start, stop)
-            gather[number, :len(tokens)], gather[number, len(tokens):] = tokens, tokens[-1]
-            real[number, :len(tokens)] = True
-            join[tokens] = number * size + np.arange(len(tokens))
-            number += 1
-    wanted = []
-    for owner, length, _ in rows.emits:
-        if owner >= rows.singles:
-            rank = longer.index(owner)
-            wanted.append((ends[rank].index(length - rows.done[owner]), rank))
-    return Chunks(size, active, mx.array(gather.ravel()), None if real.all() else mx.array(real)[:, None],
-                  mx.array(join), tuple(rows.chunk[rows.singles:]), tuple(wanted))
-
-
-def _state_writes(rows: _Rows, longer: list[int], chunks: Chunks | None) -> StateWrites:
-    order = [*range(rows.singles), *longer]
-    after, before, slots, old = list[int](), list[int](), list[int](), list[int]()
-    for place, row in enumerate(order):
-        end = next_base(rows.base[row], rows.done[row], rows.chunk[row], rows.append[row])
-        if not rows.append[row]:
-            after.append(place)
-            slots.append(rows.target[row])
-        elif end > rows.base[row]:
-            before.append(place)
-            old.append(rows.target[row])
-    emits = [(owner, slot) for owner, _, slot in rows.emits]
-    after += [owner for owner, _ in emits if owner < rows.singles]
-    slots += [slot for owner, slot in emits if owner < rows.singles]
-    wanted = [slot for owner, slot in emits if owner >= rows.singles]
-    plain = after == list(range(rows.count)) and not before and not wanted
-    return StateWrites(tuple(after), tuple(before), torch.tensor([*slots, *old, *wanted], dtype=torch.int64), plain)
-
-
-def _ring_writes(batch: Batch, rows: _Rows, width: int) -> RingWrites:
-    """As the states' writes: each slot gets the inputs before the length that its state stands for."""
-    owners, lengths, slots = list[int](), list[int](), list[int]()
-    for row in range(rows.count):
-        end = next_base(rows.base[row], rows.done[row], rows.chunk[row], rows.append[row])
-        if not rows.append[row] or end > rows.base[row]:
-            owners.append(row)
-            lengths.append(end)
-            slots.append(rows.target[row])
-    owners += [owner for owner, _, _ in rows.emits]
-    lengths += [length for _, length, _ in rows.emits]
-    slots += [slot for _, _, slot in rows.emits]
-    owner = torch.tensor(owners, dtype=torch.int64)
-    positions = torch.tensor(lengths, dtype=torch.int64)[:, None] - 1 - torch.arange(width)
-    done, base = batch.done[owner][:, None], batch.base[owner][:, None]
-    logged = (positions >= base) & (positions < done)
-    return RingWrites(
-        slots=torch.tensor(slots, dtype=torch.int64),
-        places=positions % width,
-        fresh=(positions >= done)[..., None],
-        index=(batch.starts[owner][:, None] + positions - done).clamp_(0, batch.layout.tokens - 1),
-        sources=batch.source[owner],
-        logs=batch.delta_log[owner],
-        positions=positions,
-        kept=((positions >= 0) & (positions < base))[..., None],
-        logged=logged[..., None] if bool(logged.any()) else None,
-    )
-
-
-def _single_place(batch: Batch, rows: _Rows, width: int) -> tuple[Tensor, Tensor] | None:
-    """The slot and place of each row's input, if nothing else changes in the rings: single tokens in place."""
-    plain = (rows.singles == rows.count and not rows.emits and not any(rows.append) and rows.base == rows.done
-             and rows.source == rows.target and min(rows.done) > 0)
-    return (batch.target, batch.done % width) if plain else None
-
-
-def _log_writes(rows: _Rows) -> LogWrites | None:
-    found = [(rows.starts[row] + token, rows.log[row], (rows.done[row] + token) % RING)
-             for row in range(rows.count) if rows.append[row] for token in range(rows.chunk[row])]
-    if not found:
-        return None
-    tokens, logs, places = torch.tensor(found, dtype=torch.int64).unbind(1)
-    return LogWrites(tokens, logs, places, copied(tokens))
-
-
 # The layer
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class DeltaHeads:
     """Of T tokens: query, key [T, Hv, Dk], normalised, queries scaled; value [T, Hv, Dv]; plain_key [T, Hk or Hv, Dk]:
     the keys as logs keep them; log_decay, beta [T, Hv]. All float32."""
 
@@ -360,8 +72,8 @@ class Heads:
     log_decay: Array
     beta: Array
 
-    def some(self, tokens: slice) -> Heads:
-        return Heads(*(getattr(self, name)[tokens] for name in self.__slots__))
+    def some(self, tokens: slice) -> DeltaHeads:
+        return DeltaHeads(*(getattr(self, name)[tokens] for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,7 +90,7 @@ class GdnResult:
         return [self.raw, self.states, *self.entries]
 
 
-def gdn(x: Array, layer: GdnLayer, slots: Slots, plan: GdnPlan) -> tuple[Array, GdnResult]:
+def gdn(x: Array, layer: GdnArrays, slots: Slots, plan: GdnPlan) -> tuple[Array, GdnResult]:
     """x [T, H] -> [T, H], and what the pools get."""
     spec = layer.spec
     ends = [spec.channels, spec.channels + spec.values, spec.channels + spec.values + spec.value_heads]
@@ -431,18 +143,18 @@ def _picked(writes: StateWrites, after: Array, before: list[Array], wanted: list
     return _whole(parts) if parts else after[:0]
 
 
-def _log_entries(heads: Heads, updates: Array, plan: GdnPlan) -> tuple[Array, ...]:
+def _log_entries(heads: DeltaHeads, updates: Array, plan: GdnPlan) -> tuple[Array, ...]:
     if plan.entries is None:
         return ()
     tokens = plan.entries.picked
     return heads.plain_key[tokens], updates[tokens], mx.exp(heads.log_decay[tokens])
 
 
-def _convolved(raw: Array, layer: GdnLayer, slots: Slots, plan: GdnPlan) -> Array:
+def _convolved(raw: Array, layer: GdnArrays, slots: Slots, plan: GdnPlan) -> Array:
     """raw [T, C] -> convolved, float32. A row's own inputs follow the ones before it."""
     kernel, history = layer.spec.conv_kernel, plan.history
     before = slots.conv.reshape(-1, raw.shape[1])[history.places]
-    if history.logged is not None and slots.inputs is not None:
+    if history.logged is not None and history.from_log is not None and slots.inputs is not None:
         entries = slots.inputs.reshape(-1, raw.shape[1])[history.logged]
         before = mx.where(history.from_log, entries, before)
     if history.real is not None:
@@ -463,7 +175,7 @@ def _convolved(raw: Array, layer: GdnLayer, slots: Slots, plan: GdnPlan) -> Arra
     return _silu(_whole(parts))
 
 
-def _heads(mixed: Array, beta: Array, a: Array, layer: GdnLayer) -> Heads:
+def _heads(mixed: Array, beta: Array, a: Array, layer: GdnArrays) -> DeltaHeads:
     spec, tokens = layer.spec, len(mixed)
     both = mixed[:, :2 * spec.keys].reshape(tokens, 2, spec.key_heads, spec.key_dim)
     both = both * mx.rsqrt(both.square().sum(axis=-1, keepdims=True) + UNIT_EPS)
@@ -474,7 +186,7 @@ def _heads(mixed: Array, beta: Array, a: Array, layer: GdnLayer) -> Heads:
     groups = spec.value_heads // spec.key_heads
     if groups > 1:
         query, key = (_spread(x, groups, spec.tiled) for x in (query, key))
-    return Heads(query, key, value, plain, steps * layer.decay, mx.sigmoid(beta.astype(mx.float32)))
+    return DeltaHeads(query, key, value, plain, steps * layer.decay, mx.sigmoid(beta.astype(mx.float32)))
 
 
 def _spread(x: Array, groups: int, tiled: bool) -> Array:
@@ -504,13 +216,13 @@ def _start(slots: Slots, group: Group, spec: GdnSpec) -> Array:
     return state * (later[:, 0] * decays[:, 0])[..., None, None] + added
 
 
-def _on_metal(heads: Heads, slots: Slots, group: Group) -> tuple[Array, Array, Array]:
+def _on_metal(heads: DeltaHeads, slots: Slots, group: Group) -> tuple[Array, Array, Array]:
     begun = mx.ones(group.source.shape, mx.int32) if group.fresh is None else (~group.fresh).astype(mx.int32)
     return metal.delta_step(slots.recurrent, group.source, begun, heads.query, heads.key, heads.value,
                             mx.exp(heads.log_decay), heads.beta)
 
 
-def step(heads: Heads, state: Array) -> tuple[Array, Array, Array]:
+def step(heads: DeltaHeads, state: Array) -> tuple[Array, Array, Array]:
     """One token of each row: state [R, Hv, Dk, Dv] -> outputs [R, Hv, Dv], states, updates."""
     decay = mx.exp(heads.log_decay)[..., None]
     reads = (mx.stack([heads.key, heads.query], axis=2) @ state) * decay[..., None]
@@ -519,7 +231,7 @@ def step(heads: Heads, state: Array) -> tuple[Array, Array, Array]:
     return output, state * decay[..., None] + heads.key[..., None] * update[..., None, :], update
 
 
-def chunked(heads: Heads, state: Array, chunks: Chunks) -> tuple[Array, Array, list[Array], Array]:
+def chunked(heads: DeltaHeads, state: Array, chunks: RowChunks) -> tuple[Array, Array, list[Array], Array]:
     """Longer rows: -> outputs [tokens, Hv, Dv], states after the rows [R, ...], wanted states, updates."""
     query, key, value = (chunks.split(x) for x in (heads.query, heads.key, heads.value))
     beta, log_decay = chunks.split(heads.beta), chunks.split(heads.log_decay)

@@ -43,6 +43,10 @@ class Packed:
         biases = None if self.biases is None else function(self.biases)
         return replace(self, codes=function(self.codes), scales=function(self.scales), biases=biases)
 
+    def entry(self, index: int) -> Packed:
+        """Returns one matrix of a stack, on its memory."""
+        return self.map(lambda part: part[index:index + 1].squeeze(0))
+
     def plain(self) -> Array:
         """Returns the numbers, in the dtype of the scales."""
         found: Array = mx.dequantize(self.codes, self.scales, self.biases, self.group, self.bits, self.mode)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Array = mx.array
+Array = Any
+"""An array of MLX, `mx.array`. Type checkers know it only where the package is installed."""
 
 _DTYPES = {
     torch.float32: mx.float32,
@@ -74,7 +75,7 @@ def copied(tensor: Tensor) -> Array:
     """Returns a copy of a tensor as an array."""
     plain = tensor.detach().contiguous()
     if plain.dtype == torch.bfloat16:
-        return mx.array(plain.view(torch.uint16).numpy()).view(mx.bfloat16)
+        return _evaluated(mx.array(plain.view(torch.uint16).numpy()).view(mx.bfloat16))
     return mx.array(plain.numpy())
 
 
@@ -90,11 +91,17 @@ def array_of(tensor: Tensor) -> Array:
     if whole.dtype != dtype_of(tensor.dtype):
         return copied(tensor)
     if tensor.numel() == whole.size:
-        return whole.reshape(tensor.shape)
+        return _evaluated(whole.reshape(tensor.shape))
     if tuple(tensor.shape) != tuple(whole.shape[1:]):
         return copied(tensor)
     index = tensor.storage_offset() // tensor.numel()
-    return whole[index:index + 1].squeeze(0)  # an index alone would copy
+    return _evaluated(whole[index:index + 1].squeeze(0))  # an index alone would copy
+
+
+def _evaluated(array: Array) -> Array:
+    """Returns the array once it is computed: only the thread that built a graph can compute it."""
+    mx.eval(array)
+    return array
 
 
 def whole_of(tensors: list[Tensor]) -> Array | None:

@@ -15,10 +15,11 @@ from torch import Tensor
 from deltic.ops import Ops
 from deltic.ops.mlx import attention as attend
 from deltic.ops.mlx import gdn as delta
-from deltic.ops.mlx import metal
-from deltic.ops.mlx.attention import AttentionLayer, AttentionPlan, Pages, Rows, Turns
-from deltic.ops.mlx.feed_forward import Mlp, Moe, feed_forward, feed_forward_of
-from deltic.ops.mlx.gdn import GdnLayer, GdnPlan, Slots
+from deltic.ops.mlx import gdn_plan, metal
+from deltic.ops.mlx.attention import AttentionArrays, AttentionPlan, AttentionRows, Pages, Turns
+from deltic.ops.mlx.feed_forward import MlpArrays, MoeArrays, feed_forward, feed_forward_of
+from deltic.ops.mlx.gdn import GdnArrays, Slots
+from deltic.ops.mlx.gdn_plan import GdnPlan
 from deltic.ops.mlx.linear import matrix_of, product, rms_norm, rows_of, vector
 from deltic.ops.mlx.memory import Array, copied, dtype_of, seen
 from deltic.ops.torch import OPS as TORCH
@@ -42,26 +43,26 @@ from deltic.ops.types import (
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerArrays:
     """A decoder layer on arrays, with its part of the cache."""
 
     input_norm: Array
-    mixer: GdnLayer | AttentionLayer
+    mixer: GdnArrays | AttentionArrays
     cache: Slots | Pages
     post_norm: Array
-    mlp: Mlp | Moe
+    mlp: MlpArrays | MoeArrays
 
     @classmethod
-    def of(cls, layer: DecoderLayer, views: CacheViews) -> Layer:
+    def of(cls, layer: DecoderLayer, views: CacheViews) -> LayerArrays:
         mixer = layer.mixer
-        own: GdnLayer | AttentionLayer
+        own: GdnArrays | AttentionArrays
         cache: Slots | Pages
         if isinstance(mixer, GdnWeights):
             view = views.states[layer.store]
             view.check_order(mixer.spec)
-            own, cache = GdnLayer.of(mixer), Slots.of(view)
+            own, cache = GdnArrays.of(mixer), Slots.of(view)
         else:
-            own, cache = AttentionLayer.of(mixer), Pages.of(views.kv[layer.store])
+            own, cache = AttentionArrays.of(mixer), Pages.of(views.kv[layer.store])
         return cls(vector(layer.input_norm), own, cache, vector(layer.post_norm), feed_forward_of(layer.mlp))
 
 
@@ -101,7 +102,7 @@ class _Model:
     """The weights of a decoder as arrays, with its cache."""
 
     def __init__(self, decoder: DecoderWeights, views: CacheViews) -> None:
-        self._layers = [Layer.of(layer, views) for layer in decoder.layers]
+        self._layers = [LayerArrays.of(layer, views) for layer in decoder.layers]
         self._embedding, self._norm, self._eps = matrix_of(decoder.embedding), vector(decoder.norm), decoder.eps
         self._head = self._embedding if decoder.head is decoder.embedding else matrix_of(decoder.head)
         self._dtype = dtype_of((views.states[0].conv if views.states else views.kv[0].keys).dtype)
@@ -136,8 +137,8 @@ class _Model:
         """A step of one token a row, of rows that have a state, as a function of arrays alone, which can be compiled.
         Returns the logits, and what the pools get."""
         count = len(ids)
-        rows = Rows(slice(0, count), count, table, table.shape[1] * PAGE, mask)
-        plans = _Plans(AttentionPlan((rows,)), delta.decode_plan(count, source, places))
+        rows = AttentionRows(slice(0, count), count, table, table.shape[1] * PAGE, mask)
+        plans = _Plans(AttentionPlan((rows,)), gdn_plan.decode_plan(count, source, places))
         x, parts = self.layers_of(rows_of(self._embedding, ids).astype(self._dtype), plans, Turns(cos, sin))
         return [product(rms_norm(x, self._norm, self._eps), self._head).astype(mx.float32), *parts]
 
@@ -147,7 +148,7 @@ def _decode_inputs(batch: Batch, plans: _Plans, turns: Turns) -> tuple[Array, ..
     layout, gdn = batch.layout, plans.gdn
     if layout.decode_rows < layout.rows or layout.logits < layout.rows or layout.hidden or batch.input_embeds:
         return None
-    if gdn and (gdn.single_place is None or gdn.history.real is not None or gdn.first is None):
+    if gdn and not gdn.decodes:
         return None
     done = batch.done.tolist()
     pages = _bucket(-(-max(done) // PAGE))
@@ -175,14 +176,15 @@ def _plans(batch: Batch, decoder: DecoderWeights, views: CacheViews) -> _Plans:
     spec = next((layer.mixer.spec for layer in decoder.layers if isinstance(layer.mixer, GdnWeights)), None)
     return _Plans(
         attend.plan_of(batch) if views.kv else None,
-        delta.plan_of(batch, spec, views.states[0].conv.shape[1]) if spec else None,
+        gdn_plan.plan_of(batch, spec, views.states[0].conv.shape[1]) if spec else None,
     )
 
 
-def _layer(x: Array, layer: Layer, plans: _Plans, turns: Turns, eps: float) -> tuple[Array, Result]:
+def _layer(x: Array, layer: LayerArrays, plans: _Plans, turns: Turns, eps: float) -> tuple[Array, Result]:
     """x: the residual stream [T, H]."""
-    normed, cache, result = rms_norm(x, layer.input_norm, eps), layer.cache, None
-    if isinstance(layer.mixer, GdnLayer):
+    normed, cache = rms_norm(x, layer.input_norm, eps), layer.cache
+    result: Result
+    if isinstance(layer.mixer, GdnArrays):
         assert plans.gdn is not None and isinstance(cache, Slots)
         mixed, result = delta.gdn(normed, layer.mixer, cache, plans.gdn)
     else:
@@ -230,8 +232,8 @@ def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) ->
     state.check_order(weights.spec)
     plan = batch.memo.get("mlx gdn")
     if plan is None:
-        plan = batch.memo["mlx gdn"] = delta.plan_of(batch, weights.spec, state.conv.shape[1])
-    out, result = delta.gdn(copied(x), GdnLayer.of(weights), Slots.of(state), plan)
+        plan = batch.memo["mlx gdn"] = gdn_plan.plan_of(batch, weights.spec, state.conv.shape[1])
+    out, result = delta.gdn(copied(x), GdnArrays.of(weights), Slots.of(state), plan)
     mx.eval(out, *result.arrays)
     delta.store(result, state, plan)
     return seen(out)
@@ -243,7 +245,7 @@ def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Bat
     plan = batch.memo.get("mlx attention")
     if plan is None:
         plan = batch.memo["mlx attention"] = attend.plan_of(batch)
-    out, result = attend.attention(copied(x), AttentionLayer.of(weights), Pages.of(kv), plan, Turns.of(rope))
+    out, result = attend.attention(copied(x), AttentionArrays.of(weights), Pages.of(kv), plan, Turns.of(rope))
     mx.eval(out, *result.arrays)
     attend.store(result, kv, batch.store)
     return seen(out)
@@ -260,11 +262,11 @@ def store_kv(x: Tensor, weight: Weight, k_norm: Tensor | None, spec: AttentionSp
 
 
 def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
-    return _evaluated(feed_forward(copied(x), Mlp.of(weights)))
+    return _evaluated(feed_forward(copied(x), MlpArrays.of(weights)))
 
 
 def moe(x: Tensor, weights: MoeWeights) -> Tensor:
-    return _evaluated(feed_forward(copied(x), Moe.of(weights)))
+    return _evaluated(feed_forward(copied(x), MoeArrays.of(weights)))
 
 
 def head(x: Tensor, weight: Weight) -> Tensor:
