@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from op_cases import relative_rms
 from reuse_cases import runtime_of
 from speculation_cases import ANSWER, request_of
 from support import (
+    FAMILIES,
     drain,
     greedy,
     moe_shape,
@@ -48,6 +50,13 @@ from deltic.spec_decode.draft_length import FixedDraftLength
 needs_mlx = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "linear": LinearConfig(2, 6, 24, 128, 4)}
 """Sizes that can be quantized."""
+def some(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """All values, of which a few are for every run of the tests."""
+    columns = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*each, marks=() if each in quick or each[0] in quick else pytest.mark.slow)
+            for each in columns]
+
+
 SHAPES = {"mlx": odd_shape(), "mlx, experts": moe_shape(), "mlx, qwen2": qwen2_shape()}
 
 
@@ -71,7 +80,7 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @needs_mlx
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3", "llama"])
+@pytest.mark.parametrize("family", some(FAMILIES, "qwen3_5", "qwen3_5_moe"))
 def test_logits_are_transformers(family: str, tmp_path: Path) -> None:
     theirs = transformers_model(tmp_path, family=family)
     ours = load(str(tmp_path), EngineConfig(dtype="float32", memory="8MiB", threads=1, device="mlx"))
@@ -85,6 +94,7 @@ def test_logits_are_transformers(family: str, tmp_path: Path) -> None:
 
 
 @needs_mlx
+@pytest.mark.slow
 def test_logits_are_mlx_lms(tmp_path: Path) -> None:
     mlx_lm = pytest.importorskip("mlx_lm.models.qwen3_5")
     import mlx.core as mx
@@ -100,7 +110,7 @@ def test_logits_are_mlx_lms(tmp_path: Path) -> None:
 
 
 @needs_mlx
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", some(SHAPES, "mlx"))
 def test_bfloat16_differs_by_its_rounding(name: str) -> None:
     """From float32 as much as the torch ops do."""
     tokens = numbers(3, 90, 509)
@@ -121,21 +131,21 @@ CASES = [grid.Case(*values) for values in (  # type: ignore[arg-type]
 
 
 @needs_mlx
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", some(CASES, CASES[1], CASES[4]), ids=str)
 def test_same_logits_in_every_batch(case: grid.Case) -> None:
     grid.test_l6_same_logits_when_the_reference_dictates(case)
 
 
 @needs_mlx
-@pytest.mark.parametrize("story", reuse.STORIES)
+@pytest.mark.parametrize("story", some(reuse.STORIES, "warm", "from host, mid-page", "from disk, exact and forked"))
 def test_same_logits_whatever_the_cache_knows(story: str, tmp_path: Path) -> None:
     budget, batch = (7, 1) if "disk" in story else (64, 3)
     reuse.check_logits(reuse.Case("mlx", story, budget, batch, aborted=batch > 1), tmp_path)
 
 
 @needs_mlx
-@pytest.mark.parametrize("pattern", ["right", "wrong", "now and then", "itself"])
-@pytest.mark.parametrize("story", ["cold", "forked"])
+@pytest.mark.parametrize(("pattern", "story"), some(
+    itertools.product(("right", "wrong", "now and then", "itself"), ("cold", "forked")), ("now and then", "forked")))
 def test_same_tokens_whatever_is_drafted(pattern: str, story: str, tmp_path: Path) -> None:
     case = drafts.Case("mlx", pattern, 3, story, 3, 64, False, "greedy")
     drafts.test_l6_same_tokens_whatever_is_drafted(case, tmp_path)
@@ -159,8 +169,8 @@ def test_same_tokens_with_a_draft_head() -> None:
 
 
 @needs_mlx
-@pytest.mark.parametrize("quant", ["q8_0", "q4_k"])
-@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize(("quant", "experts"), some(
+    itertools.product(("q8_0", "q4_k"), (False, True)), ("q4_k", False), ("q8_0", True)))
 def test_quantized_weights_are_those_of_the_cpu(quant: str, experts: bool) -> None:
     shape = moe_shape(**{**BLOCKS, "intermediate_size": 0, "experts": ExpertsConfig(9, 3, 256, 512)}) if experts else (
         odd_shape(**BLOCKS))
