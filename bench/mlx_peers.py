@@ -2,6 +2,7 @@
 
     python bench/mlx_peers.py                                 # qwen3.5-0.8b in bfloat16
     python bench/mlx_peers.py --bits 4                        # quantized at load: q4_k, and mlx-lm's 4 bits
+    python bench/mlx_peers.py --dtype float32 --threads 1     # on a CPU, where MLX has no fast products in bfloat16
     python bench/mlx_peers.py --layers 4 --repeat 1           # a quick look
 
 Tasks: decode of one sequence and of eight, prefill of 2,048 tokens, and the next turn of a conversation of 8,192 tokens
@@ -37,8 +38,8 @@ def main() -> None:
     args = _arguments()
     if args.worker:
         return work(args.worker, _start)
-    settings = {"preset": args.preset, "layers": args.layers, "bits": args.bits, "threads": args.threads,
-                "device": args.device}
+    settings = {"preset": args.preset, "layers": args.layers, "bits": args.bits, "dtype": args.dtype,
+                "threads": args.threads, "device": args.device}
     workers = {name: Worker(__file__, {**settings, "program": name}) for name in PROGRAMS}
     for task in args.tasks:
         rates: dict[str, list[float]] = {name: [] for name in workers}
@@ -60,6 +61,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--preset", default="qwen3.5-0.8b")
     parser.add_argument("--layers", type=int, help="keep only the first so many, at least 4, for a quick look")
     parser.add_argument("--bits", type=int, default=16, choices=tuple(_QUANT), help="bits of the matrices")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--device", default="mlx", help="deltic's device; cpu compares its own kernels")
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--repeat", type=int, default=3)
@@ -83,9 +85,9 @@ def _deltic(settings: dict[str, Any]) -> tuple[str, Measure]:
     from deltic.cli.bench import Case, trial
     from deltic.params import EngineRequest, SamplingParams
 
-    llm = LLM(RandomModel(settings["preset"], settings["layers"]), dtype="bfloat16", device=settings["device"],
+    llm = LLM(RandomModel(settings["preset"], settings["layers"]), dtype=settings["dtype"], device=settings["device"],
               threads=settings["threads"], max_batch=8, max_context=LONG + 512, quant=_QUANT[settings["bits"]],
-              memory="4GiB")
+              memory="1GiB")
     seeds, cases = count(), {"decode": Case(128, 64), "decode_of_8": Case(128, 64, 8), "prefill": Case(2048, 1)}
 
     def first_token(engine: Any, prompt: tuple[int, ...], tokens: int) -> tuple[float, list[int]]:
@@ -127,7 +129,7 @@ def _mlx_lm(settings: dict[str, Any]) -> tuple[str, Measure]:
 
     config = ModelConfig.preset(settings["preset"], settings["layers"])
     model = TextModel(TextModelArgs.from_dict(hf_config(config).to_dict()))
-    model.set_dtype(mx.bfloat16)
+    model.set_dtype(getattr(mx, settings["dtype"]))
     if settings["bits"] < 16:
         nn.quantize(model, _GROUP, settings["bits"])
     mx.eval(model.parameters())
