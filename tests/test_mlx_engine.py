@@ -165,6 +165,53 @@ def test_same_tokens_with_a_draft_head() -> None:
     assert engine.speculator.stats.drafted_at[0] > 0
 
 
+@needs_mlx
+def test_drafts_are_those_of_the_cpu() -> None:
+    """Of the embedded model's head, so that most of them are right."""
+    found = list[tuple[list[int], list[int]]]()
+    for device in ("cpu", "mlx"):
+        engine = Engine(load(None, EngineConfig(dtype="float32", memory="32MiB", threads=1, device=device,
+                                                speculate="mtp:3")), None, FixedDraftLength(3))
+        engine.add(greedy(numbers(4, 40, 400), 60, "a"))
+        engine.add(greedy(numbers(5, 70, 400), 40, "b"))
+        drain(engine)
+        found.append((engine.speculator.stats.drafted_at, engine.speculator.stats.accepted_at))
+    assert found[0] == found[1] and found[0][1][1] > 3
+
+
+@needs_mlx
+@pytest.mark.parametrize("name", ["mlx", "mlx, experts"])
+def test_ops_one_by_one_give_the_same_logits(name: str) -> None:
+    """As hooks and `debug_layers` run them."""
+    tokens = numbers(3, 70, 509)
+    session, seen = session_over(runtime(name), batch=2, budget=33), list[int]()
+    with session.hook(lambda layer, output: seen.append(layer)):
+        found = session.prefill(tokens, all_logits=True)
+    assert len(seen) == 3 * (len(SHAPES[name].layer_types) + 1)
+    same_logits(session_over(runtime(name), batch=2).prefill(tokens, all_logits=True), found)
+
+
+@needs_mlx
+@pytest.mark.slow
+def test_compiled_decode_steps_give_the_same_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled by a C++ compiler here, by Metal's on a Mac."""
+    from deltic.ops.mlx import step
+
+    tokens, compiled = numbers(3, 40, 509), list[bool]()
+    expected = stepwise_logits(session_over(runtime(), batch=1), tokens)
+    inputs = step._decode_inputs
+
+    def watched(*arguments: Any) -> Any:
+        found = inputs(*arguments)
+        compiled.append(found is not None)
+        return found
+
+    monkeypatch.setattr(step, "compiles", lambda: True)
+    monkeypatch.setattr(step, "_decode_inputs", watched)
+    same_logits(expected, stepwise_logits(session_over(runtime(), batch=1), tokens))
+    assert sum(compiled) == len(tokens) - 3  # the first tokens have no inputs before them
+
+
 # Weights
 
 
