@@ -68,4 +68,4 @@ def working_set() -> int:
     if not mx.metal.is_available():
         return sys.maxsize
     limit = int(mx.device_info()["max_recommended_working_set_size"])
-    return max(limit - mx.get_active_memory(), 0)
+    return max(limit - int(mx.get_active_memory()), 0)
