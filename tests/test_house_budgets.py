@@ -17,20 +17,20 @@ LINES = {
     "chat": 7115,
     "cli": 5745,
     "cluster": 1725,
-    "config": 1935,
+    "config": 2050,
     "embeddings": 2600,
     "engine": 3775,
     "export": 3950,
-    "loader": 6335,
+    "loader": 7760,
     "model": 1175,
-    "ops": 13400,
+    "ops": 13430,
     "runner": 4165,
     "server": 8520,
     "spec_decode": 1110,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 298
+FILES_AT_MOST = 308
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

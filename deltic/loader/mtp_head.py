@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -18,32 +18,33 @@ import torch
 from torch import Tensor
 
 from deltic.config import DType, ModelConfig
+from deltic.config.quantization import Quantization, read_quantization
 from deltic.errors import ModelError
 from deltic.loader.catalog import REPOSITORY, repository_of
 from deltic.loader.disk import check_room, parse_json, replacing
 from deltic.loader.files import (
+    CONFIG,
     INDEX,
-    SCALES,
+    MODELOPT,
     SINGLE,
     InMemory,
-    Source,
-    StoredTensor,
     check_weight_map,
     parse_header,
-    scales_of,
     stacked,
-    with_scales,
 )
+from deltic.loader.formats import combine, stored_tensors
 from deltic.loader.hub import EMBEDDED, explained_errors, resolve
 from deltic.loader.names import (
     canonical_head,
     expected_head,
+    is_unused_scale,
     optional_head,
     packed_parts,
     packed_shape,
     required_head,
 )
 from deltic.loader.safetensors import Progress, check_stored, read_source
+from deltic.loader.tensors import Source, StoredTensor
 from deltic.ops.parts import Split
 
 FILE: Final = "mtp.safetensors"
@@ -63,19 +64,28 @@ class CheckpointFiles:
     place: prefix of their names in messages.
     sizes: bytes of each file.
     read(name, offset, count): returns bytes of a file, or raises ModelError.
+    parsed: JSON files that were read.
     """
 
     place: Path
     sizes: Mapping[str, int]
     read: Callable[[str, int, int], bytes]
+    parsed: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def json(self, name: str) -> dict[str, Any]:
         """Reads a JSON object. Raises ModelError naming the file."""
+        if name in self.parsed:
+            return self.parsed[name]
         path, size = self.place / name, self.sizes.get(name)
         if size is None or size > _MAX_CONFIG:
             raise ModelError(f"{path} is {'absent' if size is None else 'too large'}; "
                              "is this a complete Hugging Face model?")
-        return parse_json(self.read(name, 0, size), path)
+        self.parsed[name] = parse_json(self.read(name, 0, size), path)
+        return self.parsed[name]
+
+    def quantization(self) -> Quantization:
+        """Returns how the weights are quantized. Raises ModelError as `read_quantization`."""
+        return read_quantization(*(self.json(name) if name in self.sizes else {} for name in (CONFIG, MODELOPT)))
 
     def header(self, name: str) -> dict[str, StoredTensor]:
         """Returns the tensors of a safetensors file."""
@@ -164,11 +174,16 @@ def find_head(checkpoint: CheckpointFiles, config: ModelConfig) -> dict[str, Sou
 
 def head_in_memory(weights: InMemory, config: ModelConfig) -> dict[str, Source]:
     """Like `find_head`, for tensors in memory."""
-    named = ((canonical_head(name), stored) for name, stored in weights.tensors.items())
-    return _checked_head(weights, {name: stored for name, stored in named if name is not None}, config)
+    return _checked_head(weights, _canonical(combine(weights.tensors, weights.quantization)), config)
 
 
-def _checked_head(place: Path | InMemory, stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, Source]:
+def _canonical(tensors: Mapping[str, Source]) -> dict[str, Source]:
+    """Returns a head's tensors by canonical name, without scales that are not used."""
+    named = ((canonical_head(name), stored) for name, stored in tensors.items() if not is_unused_scale(name))
+    return {name: stored for name, stored in named if name is not None}
+
+
+def _checked_head(place: Path | InMemory, stored: Mapping[str, Source], config: ModelConfig) -> dict[str, Source]:
     expected = {**expected_head(config), **optional_head(config)}
     found = stacked(stored, count_of=lambda name: expected.get(name, (0,))[0])
     _check_head(place, found, config)
@@ -188,9 +203,9 @@ def _files(checkpoint: CheckpointFiles) -> tuple[list[str], list[str]]:
     return sorted(shards), sorted(set(names) - set(weight_map.values()))
 
 
-def _only_head(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, StoredTensor]:
+def _only_head(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, Source]:
     """Returns the head in one of these files. Files that cannot be read are skipped, because they may be anything."""
-    found: dict[str, dict[str, StoredTensor]] = {}
+    found: dict[str, dict[str, Source]] = {}
     for name in files:
         try:
             if tensors := _heads(checkpoint, [name]):
@@ -203,7 +218,7 @@ def _only_head(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, S
     return next(iter(found.values()), {})
 
 
-def _heads(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, StoredTensor]:
+def _heads(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, Source]:
     stored_names: dict[str, str] = {}
     found: dict[str, StoredTensor] = {}
     for file in files:
@@ -215,8 +230,7 @@ def _heads(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, Store
             if name is not None:
                 stored_names[name] = stored_name
                 found[stored_name] = stored
-    complete = with_scales(found)
-    return {name: complete[stored_name] for name, stored_name in stored_names.items() if stored_name in complete}
+    return _canonical(combine(found, checkpoint.quantization())) if found else {}
 
 
 def _check_head(place: Path | InMemory, stored: Mapping[str, Source], config: ModelConfig) -> None:
@@ -273,12 +287,12 @@ def extract_head(checkpoint: CheckpointFiles, target: Path, source: str, progres
     """
     config = ModelConfig.from_hf(checkpoint.json("config.json"))
     head = find_head(checkpoint, config)
-    scales = {f"{name}{SCALES[0]}": found for name, source in head.items() if (found := scales_of(source))}
-    stored = dict(sorted({**head, **scales}.items()))
+    stored = dict(sorted((name, own) for weight, source in head.items()
+                         for name, own in stored_tensors(weight, source).items()))
     if not stored:
         raise ModelError(f"{checkpoint.place} has no multi-token-prediction head (tensors mtp.*); take the original "
                          "model, as fine-tuned and quantized copies often lack it")
-    parts = [part for tensor in stored.values() for part in tensor.parts]
+    parts = [part for tensor in stored.values() for part in tensor.stored]
     if any(path.resolve() == target.resolve() for path in {part.path for part in parts}):
         raise ModelError(f"{target} is the file that the head is read from; give another name")
     header = _header(stored, config, source)

@@ -18,6 +18,7 @@ from deltic.cache.offload.identity import FileMark, Identity, ModelIdentity, mac
 from deltic.config import DTYPE_BYTES, DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.families import FAMILIES
 from deltic.errors import ConfigError, ModelError
+from deltic.loader.formats.fp8 import Float8
 from deltic.loader.gguf.affine import affine_rows
 from deltic.loader.gguf.load import (
     down_units,
@@ -31,7 +32,7 @@ from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.model_files import ModelFiles
 from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, tensor_dtype
 from deltic.loader.quantize import FP8, STORED, quantize_parts, quantize_tower, quantized_bytes, quantized_units
-from deltic.loader.safetensors import Float8, Progress
+from deltic.loader.safetensors import Progress
 from deltic.loader.vision import expected_tower
 from deltic.model.draft_vocabulary import Tokens, draftable
 from deltic.model.tensor_parallel import WeightSplitter, check_degree
@@ -117,7 +118,11 @@ class WeightReader:
         files = self.source.files
         if files and files.gguf and self.packed:
             return packed_sizes(files.gguf, self.source.config, quantized.packed_bytes)
-        return weight_sizes(self.source.config, self.dtype, self._scheme)
+        sizes = weight_sizes(self.source.config, self.dtype, self._scheme)
+        if files and self._scheme == STORED:
+            return {**weight_sizes(self.source.config, self.dtype, "none"),
+                    **{name: sizes[name] for name in sizes.keys() & files.float8_names()}}
+        return sizes
 
     def shard_bytes(self) -> int:
         """Returns the bytes of the text model's weights on the device that has the most."""
