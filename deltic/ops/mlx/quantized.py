@@ -12,13 +12,14 @@ import torch
 
 from deltic.ops.mlx.linear import MlxMatrix, Packed, together
 from deltic.ops.mlx.memory import dtype_of
-from deltic.ops.quantized import PackedForm
+from deltic.ops.quantized import PLAIN_TYPES, PackedForm
 
 GROUP = 32
 """Columns of a group, as in most types of GGUF."""
 _BITS = 8
 """Bits of matrices of types that are no codes with scale and bias: what they lose is small."""
 _PIECE_BYTES = 16 << 20
+_PLAIN = {name for name, _ in PLAIN_TYPES.values()}
 
 
 class AffineCodes(Protocol):
@@ -42,7 +43,7 @@ def packed_form(dtype: torch.dtype, rows_of: Rows) -> PackedForm:
 
 
 def _serves(type: str, columns: int) -> bool:
-    return columns % GROUP == 0
+    return columns % GROUP == 0 and type not in _PLAIN
 
 
 @dataclass(frozen=True, slots=True)
