@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from common import Answer, Worker, record, spread, work
-from peers_transformers import hf_config
+from peers_transformers import alternate, hf_config
 
 from deltic.config import ModelConfig, available_cores
 
@@ -42,12 +42,7 @@ def main() -> None:
                 "threads": args.threads, "device": args.device}
     workers = {name: Worker(__file__, {**settings, "program": name}) for name in PROGRAMS}
     for task in args.tasks:
-        rates: dict[str, list[float]] = {name: [] for name in workers}
-        for turn in range(args.repeat + 1):
-            for name in sorted(workers, reverse=bool(turn % 2)):
-                rate = workers[name].ask({"task": task})["rate"]
-                if turn or args.repeat == 1:
-                    rates[name].append(rate)
+        rates = alternate(workers, {"task": task}, args.repeat)
         ours, theirs = (rates[name] for name in PROGRAMS)
         record("mlx_peers", {"task": task, **settings, **{name: spread(values) for name, values in rates.items()},
                              "ratio_of_medians": round(median(ours) / median(theirs), 4),
