@@ -20,11 +20,12 @@ from deltic.engine.loading import load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.errors import ConfigError, ModelError
 from deltic.export.program import hf_config
+from deltic.loader.checkpoint import directory_checkpoint
 from deltic.loader.dummy import random_head, random_weights
 from deltic.loader.formats.fp8 import FLOAT8_BLOCK_BYTES, FLOAT8_LARGEST, Float8, quantize_fp8
 from deltic.loader.gguf.convert import convert
 from deltic.loader.model_files import ModelFiles, open_model
-from deltic.loader.mtp_head import directory_checkpoint, extract_head, find_head, load_stored_head
+from deltic.loader.mtp_head import extract_head, find_head, load_stored_head
 from deltic.loader.names import EMBEDDING, HEAD
 from deltic.loader.quantize import FP8, STORED, quantize_tensors
 from deltic.model.tensor_parallel import WeightSplitter
@@ -400,7 +401,7 @@ def test_broken_checkpoints_named(change: dict[str, torch.Tensor | None], match:
         open_model(tmp_path, progress=False).load("float32", "cpu", None)
 
 
-@pytest.mark.parametrize("change", [{"quant_method": "gptq"}, {"weight_block_size": [64, 128]}, {"fmt": "e5m2"},
+@pytest.mark.parametrize("change", [{"quant_method": "hqq"}, {"weight_block_size": [64, 128]}, {"fmt": "e5m2"},
                                     {"quant_method": None}, {"quant_method": ["fp8"]},
                                     {"quant_algo": "NVFP4_SVD", "quant_method": "modelopt"},
                                     {"format": "marlin-24", "quant_method": "compressed-tensors"},

@@ -37,7 +37,7 @@ _SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 # Records other than tensor data have some kilobytes. Far larger ones only serve to exhaust memory.
 _MAX_RECORD: Final = 16 << 20
 _OR_SAFETENSORS: Final = "download it again, or take the safetensors file"
-_COPIES: Final = ("consolidated", "adapter_", "optimizer", "original")
+COPIES: Final = ("consolidated", "adapter_", "optimizer", "original")
 _ONE_REVISION: Final = "keep the files of one revision"
 
 
@@ -46,13 +46,17 @@ _ONE_REVISION: Final = "keep the files of one revision"
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """Tensors in memory, by their names in a checkpoint, instead of a directory."""
+    """Tensors by their names in a checkpoint, instead of a directory.
+
+    name: theirs in messages.
+    """
 
     tensors: Mapping[str, StoredTensor]
     quantization: Quantization = PLAIN
+    name: str = "`weights`"
 
     def __str__(self) -> str:
-        return "`weights`"
+        return self.name
 
 
 def in_memory(weights: Any) -> InMemory:
@@ -142,8 +146,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def parse_header(path: Path, size: int, read: Callable[[int], bytes]) -> dict[str, StoredTensor]:
-    """Like `read_header`, for a file of `size` bytes; `read(count)` returns its next bytes."""
+def parse_header(path: Path, size: int, read: Callable[[int], bytes], whole: bool = True) -> dict[str, StoredTensor]:
+    """Like `read_header`, for a file of `size` bytes; `read(count)` returns its next bytes. whole: False allows a file
+    that ends before its tensors."""
     start = read(8)
     length = int.from_bytes(start, "little")
     if is_pointer(start):
@@ -154,7 +159,7 @@ def parse_header(path: Path, size: int, read: Callable[[int], bytes]) -> dict[st
     header.pop("__metadata__", None)
     entries = {name: _entry(path, name, entry, 8 + length) for name, entry in header.items()}
     tensors = dict(sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
-    _check_tiling(path, tensors, 8 + length, size)
+    _check_tiling(path, tensors, 8 + length, size, whole)
     return tensors
 
 
@@ -176,12 +181,12 @@ def _is_size(number: object) -> bool:
     return type(number) is int and 0 <= number < 1 << 63
 
 
-def _check_tiling(path: Path, tensors: Mapping[str, StoredTensor], start: int, size: int) -> None:
+def _check_tiling(path: Path, tensors: Mapping[str, StoredTensor], start: int, size: int, whole: bool) -> None:
     for name, stored in tensors.items():
         if stored.offset != start:
             raise ModelError(f"{path}: tensor {name[:200]!r} overlaps another or leaves a gap; {DOWNLOAD_AGAIN}")
         start += stored.nbytes
-    if start != size:
+    if start < size or (whole and start > size):
         raise ModelError(f"{path} has {size} bytes, but its header describes {start}; {DOWNLOAD_AGAIN}")
 
 
@@ -250,7 +255,7 @@ def _files_without_index(directory: Path) -> list[Path]:
     if len(found) == 1:
         return found
     if found:
-        return _all_shards(directory, found)
+        return all_shards(directory, found)
     if (directory / PICKLED).exists():
         return [directory / PICKLED]
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
@@ -262,10 +267,10 @@ def _files_without_index(directory: Path) -> list[Path]:
 def _model_files(directory: Path) -> list[Path]:
     """Returns the safetensors files without those of a draft head, and without copies of the weights in other forms."""
     names = [path for path in sorted(directory.glob("*.safetensors")) if not all(map(is_head, read_header(path)))]
-    return [path for path in names if not path.name.startswith(_COPIES)] or names
+    return [path for path in names if not path.name.startswith(COPIES)] or names
 
 
-def _all_shards(directory: Path, found: list[Path]) -> list[Path]:
+def all_shards(directory: Path, found: list[Path]) -> list[Path]:
     """Checks that several safetensors files are, by their names, all shards of one model."""
     shards = [shard for path in found if (shard := _SHARD.fullmatch(path.name))]
     if len({(shard[1], shard[3]) for shard in shards}) != 1:

@@ -16,6 +16,7 @@ from deltic.config.quantization import read_quantization
 from deltic.config.vision import ImageConfig, Vision, VisionConfig
 from deltic.errors import ConfigError, ModelError, show
 from deltic.loader.catalog import is_model
+from deltic.loader.checkpoint import directory_checkpoint
 from deltic.loader.disk import has_weights, read_json, refuse
 from deltic.loader.files import MAX_CONFIG, InMemory, find_tensors, in_memory
 from deltic.loader.formats.fp8 import FLOAT8, Float8
@@ -32,7 +33,7 @@ from deltic.loader.gguf.load import (
 )
 from deltic.loader.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
 from deltic.loader.hub import resolve
-from deltic.loader.mtp_head import directory_checkpoint, find_head, head_in_memory, load_stored_head
+from deltic.loader.mtp_head import find_head, head_in_memory, load_stored_head
 from deltic.loader.names import is_stack, packed_parts
 from deltic.loader.safetensors import Progress, plan_directory, read_parts
 from deltic.loader.tensors import IN_MEMORY, ITEM_BYTES, Source, StoredTensor
@@ -271,7 +272,7 @@ def _open_directory(path: Path, weights: InMemory | None, config: Any) -> ModelF
     shape, mapping = _read_shape(path, config)
     if weights:
         weights = tensors = replace(weights, quantization=read_quantization(mapping))
-    if not isinstance(config, ModelConfig) and not shape.tie_word_embeddings and _is_tied(tensors, mapping):
+    if not isinstance(config, ModelConfig) and not shape.tie_word_embeddings and is_tied(tensors, mapping):
         shape = replace(shape, tie_word_embeddings=True)
     generation = path / "generation_config.json"
     advice = read_json(generation, MAX_CONFIG) if generation.exists() else {}
@@ -301,7 +302,7 @@ def _read_shape(directory: Path, config: Any) -> tuple[ModelConfig, Mapping[str,
         return ModelConfig.from_hf(mapping), mapping
 
 
-def _is_tied(tensors: Path | InMemory, mapping: Mapping[str, Any]) -> bool:
+def is_tied(tensors: Path | InMemory, mapping: Mapping[str, Any]) -> bool:
     """True for a checkpoint without a head, unless its config says otherwise."""
     if "tie_word_embeddings" in {**mapping, **mapping.get("text_config", {})}:
         return False

@@ -183,7 +183,8 @@ def _plan(directory: Path | InMemory, found: Mapping[str, Source], config: Model
             if part in served:
                 raise _twice(part, served[part], stored_name)
             served[part] = stored_name
-        check_stored(stored_name, source, packed_shape(name, config) if packed_parts(name) else shapes[name])
+        shape = packed_shape(name, config) if packed_parts(name) else shapes[name]
+        sources[name] = check_stored(stored_name, source, shape)
     _check_complete(directory, expected, served)
     return sources
 
@@ -192,14 +193,16 @@ def _twice(name: str, first: str, second: str) -> ModelError:
     return ModelError(f"tensor {name!r} is given twice, as {first!r} and {second!r}; keep the files of one revision")
 
 
-def check_stored(name: str, stored: Source, shape: Shape) -> None:
-    """Raises ModelError naming the tensor unless it has this shape and a supported dtype."""
+def check_stored(name: str, stored: Source, shape: Shape) -> Source:
+    """Returns the tensor in this shape. Raises ModelError naming it if it has another one or an unsupported dtype."""
+    stored = stored.shaped(shape)
     if stored.shape != shape:
         raise ModelError(f"tensor {name!r} has shape {list(stored.shape)}, config.json requires "
                          f"{list(shape)}; take the config.json that belongs to the weights")
     if stored.dtype not in _STORED_DTYPES and not isinstance(stored.parts[0], PackedTensor):
         raise ModelError(f"tensor {name!r} is stored as {stored.dtype[:20]}; F32, BF16, F16 and quantized weights with "
                          "their scales can be read, so use the unquantized checkpoint")
+    return stored
 
 
 def _check_complete(directory: Path | InMemory, expected: dict[str, Shape], served: dict[str, str]) -> None:
@@ -247,7 +250,7 @@ def _read_part(name: str, stored: StoredTensor | PackedTensor, result: torch.Ten
 def _read_packed(name: str, stored: PackedTensor, result: torch.Tensor) -> None:
     """Reads and dequantizes a weight, some rows at a time."""
     rows = result.view(stored.shape)
-    step = max(1, _CHUNK * len(rows) // max(1, result.numel()))
+    step = max(1, _CHUNK // 4 * len(rows) // max(1, result.numel()))  # temporaries have several times that size
     source = stored.loaded()
     for first in range(0, len(rows), step):
         piece = rows[first:first + step]

@@ -31,15 +31,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
 from deltic.config.quantization import Quantization
 from deltic.errors import ModelError
-from deltic.loader.formats import fp4, fp8
+from deltic.loader.formats import bitsandbytes, fp4, fp8, integers, mlx
 from deltic.loader.tensors import PackedTensor, Role, Source, Stack, StoredTensor, WeightFormat
 
-FORMATS: Final[tuple[WeightFormat, ...]] = (*fp4.FORMATS, *fp8.FORMATS)
+FORMATS: Final[tuple[WeightFormat, ...]] = (
+    *fp4.FORMATS, *fp8.FORMATS, *integers.FORMATS, *mlx.FORMATS, *bitsandbytes.FORMATS)
 """Formats by priority."""
 _WEIGHT: Final = "weight"
 _EXPERTS: Final = re.compile(r"\.experts\.(gate_up|gate|up|down)_proj$")
@@ -47,9 +49,12 @@ _MAX_EXPERTS: Final = 1 << 14
 _SINGLE: Final = ((), (1,))
 
 
-def combine(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> dict[str, Source]:
-    """Combines the tensors of quantized weights, each weight at the place of its codes. Other tensors stay.
+def combine(tensors: Mapping[str, StoredTensor], quantization: Quantization, problems: list[str] | None = None
+            ) -> dict[str, Source]:
+    """Combines the tensors of quantized weights, each weight at the place of its codes. Other tensors stay. Tensors of
+    MLX get the names and the layout of Hugging Face.
 
+    problems: gets the message about each weight that cannot be read, instead of an error about the first.
     Raises ModelError naming a weight with missing or unsupported tensors, or one that is there twice.
     """
     known = _by_dtype(quantization.method)
@@ -60,12 +65,14 @@ def combine(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> 
         for format, weight in candidates:
             if names := _names_of(format, weight, tensors):
                 parts = {role: tensors[own] for role, own in names.items()}
-                weights[name] = weight, _packed(format, weight, parts, quantization)
-                used.update(names.values())
+                with _reported(problems):
+                    weights[name] = weight, _packed(format, weight, parts, quantization)
+                    used.update(names.values())
                 break
         else:
             if candidates:
-                raise _incomplete(candidates, tensors)
+                with _reported(problems):
+                    raise _incomplete(candidates, tensors)
     found = dict[str, Source]()
     for name, stored in tensors.items():
         weight, source = weights.get(name, (name, stored))
@@ -74,7 +81,18 @@ def combine(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> 
                              "revision")
         if name in weights or name not in used:
             found[weight] = source
-    return found
+    return mlx.from_mlx(found)
+
+
+@contextmanager
+def _reported(problems: list[str] | None) -> Iterator[None]:
+    """Moves the message of a ModelError to a list, if there is one."""
+    try:
+        yield
+    except ModelError as error:
+        if problems is None:
+            raise
+        problems.append(str(error))
 
 
 def stored_tensors(weight: str, source: Source) -> dict[str, StoredTensor | Stack]:
@@ -181,12 +199,13 @@ def _packed(format: WeightFormat, weight: str, parts: Mapping[str, StoredTensor]
 
 
 def _experts(parts: Mapping[str, StoredTensor], count: int) -> Iterator[dict[str, StoredTensor]]:
-    """Yields the tensors of each expert. Tensors of a single number belong to all of them."""
+    """Yields the tensors of each expert. Tensors of a single number, and the shape of all, belong to all of them."""
+    shared = {role: stored for role, stored in parts.items() if stored.shape in _SINGLE or role == "shape"}
     for role, stored in parts.items():
-        if stored.shape not in _SINGLE and stored.shape[0] != count:
+        if role not in shared and stored.shape[0] != count:
             raise ValueError(f"{role} of shape {list(stored.shape)} for {count} experts")
     for index in range(count):
-        yield {role: stored if stored.shape in _SINGLE else _entry(stored, index) for role, stored in parts.items()}
+        yield {role: shared.get(role) or _entry(stored, index) for role, stored in parts.items()}
 
 
 def _entry(stored: StoredTensor, index: int) -> StoredTensor:
