@@ -31,6 +31,7 @@ from deltic.loader.names import (
 )
 from deltic.loader.tensors import PackedTensor, Source, Stack, StoredTensor, fill
 from deltic.ops.parts import WHOLE, Part, Split, one_device
+from deltic.ops.types import Weight
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +62,12 @@ def read_directory(
 
 
 def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | Literal["auto"], split: Split,
-               progress: Progress | None = None, experts: bool = True, float8: bool = False
-               ) -> Iterator[tuple[int, str, torch.Tensor | Float8]]:
+               progress: Progress | None = None, experts: bool = True, float8: bool = False,
+               pack: Callable[[str, Source], Weight | None] | None = None
+               ) -> Iterator[tuple[int, str, Weight | Float8]]:
     """Yields each device's part of the tensors of `expected_tensors(config)` in file order: device, name, and tensor,
-    contiguous, on the device. experts: include theirs. float8: matrices and stacks stored in float8 stay float8.
+    contiguous, on the device. experts: include theirs. float8: matrices and stacks stored in float8 stay float8. pack:
+    reads a weight in the form of the only device, or returns None.
 
     Matrices are of `dtype` (`auto`: the config's), norms and decay parameters float32 (`tensor_dtype`). No byte of the
     files is read for several devices, unless they all have it. `progress(done, total)` counts bytes. Peak memory is
@@ -86,7 +89,12 @@ def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | 
     for name, stored in sources.items():
         if name == HEAD and config.tie_word_embeddings:
             continue
-        yield from _parts_of(name, stored, config, kept, split, float8)
+        packed = pack(name, stored) if pack else None
+        if packed is None:
+            yield from _parts_of(name, stored, config, kept, split, float8)
+        else:
+            yield 0, name, packed
+        del packed
         done += stored.nbytes
         if progress is not None:
             progress(done, total)

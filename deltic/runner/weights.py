@@ -4,12 +4,12 @@ at load."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from deltic.loader.model_files import ModelFiles
 from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, packed_parts, tensor_dtype
 from deltic.loader.quantize import FP8, STORED, quantize_parts, quantize_tower, quantized_bytes, quantized_units
 from deltic.loader.safetensors import Progress
+from deltic.loader.tensors import Source
 from deltic.loader.vision import expected_tower
 from deltic.model.draft_vocabulary import Tokens, draftable
 from deltic.model.tensor_parallel import WeightSplitter, check_degree
@@ -173,11 +174,21 @@ class WeightReader:
             return files.load_packed(self._forms, self._split, self._progress, self._here), None
         store = plain_store(config, options) if beside_card(options) and options.quant == "none" else None
         found: list[dict[str, Weight]] = [{} for _ in self._forms]
-        for device, name, tensor in self._plain():
-            assert isinstance(tensor, Tensor)
-            if not (store and store.take(name, tensor)):
+        for device, name, tensor in self._plain(pack=self._stored_form()):
+            assert not isinstance(tensor, Float8)
+            if not isinstance(tensor, Tensor):
+                found[device][name] = tensor
+            elif not (store and store.take(name, tensor)):
                 found[device][name] = self._forms[device].put(name, tensor)
         return found, store
+
+    def _stored_form(self) -> Callable[[str, Source], Weight | None] | None:
+        """Returns what reads weights that stay as they are stored in safetensors; None if none do."""
+        if device_kind(self.options.device) != "mlx" or self.options.packed_weights == "off":
+            return None
+        from deltic.runner.mlx_weights import StoredMatrices
+
+        return StoredMatrices(getattr(torch, self.dtype)).read
 
     def _placed_form(self, form: PackedForm, layers: LayerPlan) -> PackedForm:
         """Returns the form of a device's matrices, with another one for those that stay in host memory."""
@@ -253,13 +264,14 @@ class WeightReader:
             return self.ops
         return select((), "cpu", options.cpu_level, options.threads_for(self.source.config.parameter_count))
 
-    def _plain(self, float8: bool = False) -> Iterator[tuple[int, str, Tensor | Float8]]:
-        """float8: weights that are stored in it stay."""
+    def _plain(self, float8: bool = False, pack: Callable[[str, Source], Weight | None] | None = None
+               ) -> Iterator[tuple[int, str, Any]]:
+        """float8: weights that are stored in it stay. pack: as in `read_parts`."""
         source = self.source
         if source.random:
             return self._split.cut(source.random.tensors(source.config, self.dtype, self.options.devices[0]))
         assert source.files
-        return source.files.parts(self.dtype, self._split, self._progress, self._here, float8)
+        return source.files.parts(self.dtype, self._split, self._progress, self._here, float8, pack)
 
     def _slice_units(self) -> dict[str, int]:
         """Returns the columns that slices of each packed `down` of a feed-forward are multiples of."""

@@ -104,6 +104,13 @@ def together(parts: Sequence[Packed], function: Callable[[list[Array]], Array]) 
                    scales=function([part.scales for part in parts]), biases=function(biases) if biases else None)
 
 
+def stack_of(type: str, parts: Sequence[Packed]) -> tuple[MlxMatrix, ...]:
+    """Returns matrices of one form, in common memory. type: the name of their format."""
+    stack = together(parts, mx.stack)
+    mx.eval(*stack.arrays)
+    return tuple(MlxMatrix.of(type, stack.entry(index), stack) for index in range(len(parts)))
+
+
 def pack(weight: Tensor, table: bool) -> Block:
     """Moves a weight to MLX's memory."""
     return share(copied(weight))
@@ -130,8 +137,9 @@ def product(x: Array, matrix: Matrix) -> Array:
     if isinstance(matrix, tuple):
         return mx.concatenate([product(x, block) for block in matrix], axis=-1)
     if isinstance(matrix, Packed):
-        scales, biases = matrix.scales.astype(x.dtype), matrix.biases
-        biases = None if biases is None else biases.astype(x.dtype)
+        scales, biases = matrix.scales, matrix.biases
+        if biases is not None:  # scales without biases have dtypes of their own
+            scales, biases = scales.astype(x.dtype), biases.astype(x.dtype)
         return mx.quantized_matmul(x, matrix.codes, scales, biases, True, matrix.group, matrix.bits, matrix.mode)
     return x @ matrix.astype(x.dtype).T
 
