@@ -24,7 +24,7 @@ LINES = {
     "loader": 8320,
     "model": 1175,
     "ops": 13460,
-    "runner": 4245,
+    "runner": 4265,
     "server": 8520,
     "spec_decode": 1110,
     "vision": 1150,

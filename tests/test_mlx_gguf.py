@@ -14,7 +14,7 @@ from support import numbers, odd_shape, same_logits, session_over, tiny_texts
 from deltic.config import EngineConfig, ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.loading import load
 from deltic.loader.dummy import random_weights
-from deltic.loader.gguf.affine import GROUP, AffineRows, affine_rows
+from deltic.loader.gguf.affine import GROUP, AffineBlocks, affine_rows
 from deltic.loader.gguf.convert import convert
 from deltic.loader.model_files import ModelFiles
 from deltic.ops.mlx import missing
@@ -45,7 +45,7 @@ def test_codes_of_q4_k_are_the_blocks_numbers() -> None:
 
 def check(type: str, raw: np.ndarray, expected: np.ndarray) -> None:
     found = affine_rows(type, raw, len(raw))
-    assert isinstance(found, AffineRows) and found.codes.max() < 1 << found.bits
+    assert isinstance(found, AffineBlocks) and found.codes.max() < 1 << found.bits
     groups = found.codes.reshape(len(raw), -1, GROUP) * found.scales[..., None] + found.biases[..., None]
     np.testing.assert_allclose(groups.reshape(expected.shape), expected, rtol=1e-6, atol=1e-6)
 

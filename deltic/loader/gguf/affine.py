@@ -14,7 +14,7 @@ GROUP: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
-class AffineRows:
+class AffineBlocks:
     """codes [rows, columns] uint8. scales, biases [rows, columns / GROUP] float32. bits: of a code."""
 
     codes: Bytes
@@ -48,11 +48,11 @@ _EXACT: Final[Mapping[str, tuple[int, Callable[[Blocks], tuple[Bytes, Any, Any]]
 """Types that are such codes: bits, and their codes, scales and biases."""
 
 
-def affine_rows(type: str, raw: Bytes, rows: int) -> AffineRows | Floats:
+def affine_rows(type: str, raw: Bytes, rows: int) -> AffineBlocks | Floats:
     """Returns rows of blocks of a type as codes, if they are such codes; otherwise their numbers [rows, columns]."""
     raw = np.ascontiguousarray(raw).reshape(-1)
     if type not in _EXACT:
         return decode(raw, BY_NAME[type]).reshape(rows, -1)
     bits, parts = _EXACT[type]
     codes, scales, biases = parts(raw.view(LAYOUTS[type]))
-    return AffineRows(codes.reshape(rows, -1), scales.reshape(rows, -1), biases.reshape(rows, -1), bits)
+    return AffineBlocks(codes.reshape(rows, -1), scales.reshape(rows, -1), biases.reshape(rows, -1), bits)
