@@ -268,7 +268,7 @@ FORMATS: Final = (
          "zeros": Role(("weight_zero_point",), ("I32",), required=False),
          "shape": Role(("weight_shape",), ("I64", "I32"), required=False),
          "order": Role(("weight_g_idx",), ("I32", "I64"), required=False)},
-        _plan_packed, _read_packed),
+        _plan_packed, _read_packed, ("compressed-tensors",)),
     WeightFormat(
         "INT8", {"codes": Role(("weight",), ("I8",)), "scales": Role(("weight_scale",), FLOATS),
                  "zeros": Role(("weight_zero_point",), ("I8",), required=False)},
