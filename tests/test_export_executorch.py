@@ -265,7 +265,8 @@ def test_session_accepts_str_and_path(small: Path) -> None:
         assert session.prefill([1, 2, 3]).shape == (session.vocab_size,)
 
 
-@pytest.mark.parametrize("operators", OPERATORS)
+@pytest.mark.slow
+@pytest.mark.parametrize("operators", [NATIVE, "executorch"])
 def test_attention_only_model_equals_engine(operators: Operators, tmp_path: Path) -> None:
     """A Qwen3, which has no states: three prompts."""
     source = checkpoint(tmp_path / "model", ATTENTION, 0.2)
