@@ -52,10 +52,11 @@ class Integers(PackedRows):
 
     def numbers(self) -> Tensor:
         """Returns the values, float32 [rows, columns]."""
-        scales, zeros = self.scales.float(), self.zeros
-        if self.groups is not None:
-            scales = scales[:, self.groups]
-            zeros = zeros if isinstance(zeros, int) else zeros[:, self.groups]
+        scales = self.scales.float()
+        zeros = self.zeros if isinstance(self.zeros, int) else self.zeros.float()
+        if self.groups is not None:  # index_select is the fastest way, for floats
+            scales = scales.index_select(1, self.groups)
+            zeros = zeros if isinstance(zeros, int) else zeros.index_select(1, self.groups)
         values: Tensor = self.codes.float().unflatten(1, (scales.shape[1], -1))
         values -= zeros if isinstance(zeros, int) else zeros[..., None]
         return values.mul_(scales[..., None]).flatten(1)
