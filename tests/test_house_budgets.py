@@ -12,25 +12,25 @@ from pathlib import Path
 from test_house import FILES, ROOT, TREES, imports, room, shown, walk
 
 LINES = {
-    ".": 2040,
+    ".": 2070,
     "cache": 6000,
     "chat": 7115,
-    "cli": 5735,
+    "cli": 5775,
     "cluster": 1725,
     "config": 1935,
     "embeddings": 2600,
-    "engine": 3775,
+    "engine": 3920,
     "export": 3950,
-    "loader": 6275,
+    "loader": 6795,
     "model": 1170,
-    "ops": 11375,
-    "runner": 4150,
-    "server": 8520,
+    "ops": 11650,
+    "runner": 4200,
+    "server": 8675,
     "spec_decode": 1110,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 284
+FILES_AT_MOST = 290
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

@@ -7,7 +7,7 @@ whose memory on the device stays, so that CUDA graphs can read it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import replace
 from functools import cache
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deltic.cache.handles import PageList
 from deltic.engine.step_plan import PlannedRow, StepPlan
+from deltic.ops.adapters import Adapter, BatchAdapters
 from deltic.ops.capabilities import on_device
 from deltic.ops.cuda.staging import mover
 from deltic.ops.input_columns import DECODE, RAGGED, VERIFY, Extents
@@ -50,24 +51,29 @@ class DeviceTokens(NamedTuple):
 
 def build(plan: StepPlan, device: torch.device, all_logits: bool = False, hidden: bool = False,
           drawn: Tensor | DeviceTokens | None = None, memory: InputBatch | None = None,
-          image_rows: ImageRows | None = None, verified: bool = False) -> Batch:
+          image_rows: ImageRows | None = None, verified: bool = False,
+          adapters: Mapping[str, Adapter] | None = None) -> Batch:
     """Returns the plan's rows as one ragged batch. Makes one copy to the device and never waits for it.
 
     all_logits: compute the logits of every token. hidden: compute all hidden states. drawn: the tokens [N] int64 that
     the step in flight has drawn, for rows that name a draw; or the tokens of rows with pending drafts. memory: that of
     the steps before; the batch is valid until the next one is built with it. verified: `Capabilities.verifies`.
+    adapters: those that rows name, by their identities.
     """
     rows = plan.rows
     if isinstance(drawn, DeviceTokens):
         return verifying(plan, device, memory, hidden, drawn)
     unknown = sum(row.drawn is not None for row in rows)
-    if device.type == "cuda" and (verified or not hidden) and has_bucket(plan, verified):
+    bucketed = device.type == "cuda" and not adapters
+    if bucketed and (verified or not hidden) and has_bucket(plan, verified):
         return decoding(plan, device, drawn if unknown else None, memory, hidden)
-    if device.type == "cuda" and verified and drawn is None and verifies(plan):
+    if bucketed and verified and drawn is None and verifies(plan):
         return verifying(plan, device, memory, hidden)
     batch = _ragged(rows, device, all_logits, hidden, memory)
     if image_rows is not None and any(row.images for row in rows):
         batch = replace(batch, input_embeds=_input_embeds(rows, image_rows, device), memo={}, kept=None)
+    if adapters:
+        batch = replace(batch, adapters=_batch_adapters(rows, adapters, device), memo={}, kept=None)
     if drawn is not None and unknown:
         ids = batch.ids[:unknown]
         ids.copy_(drawn[ids])
@@ -218,6 +224,14 @@ def _input_embeds(rows: List[PlannedRow], image_rows: ImageRows, device: torch.d
             parts.append(image_rows(image.digest)[image.first:image.first + image.length])
         start += len(row.tokens)
     return InputEmbeds(upload(array("q", places), torch.int64, device), torch.cat(parts))
+
+
+def _batch_adapters(rows: List[PlannedRow], adapters: Mapping[str, Adapter], device: torch.device) -> BatchAdapters:
+    places = {identity: place for place, identity in enumerate(adapters)}
+    numbers = array("q")
+    for row in rows:
+        numbers.extend([places[row.adapter] if row.adapter else -1] * len(row.tokens))
+    return BatchAdapters(upload(numbers, torch.int64, device), tuple(adapters.values()))
 
 
 # Batches of buckets
