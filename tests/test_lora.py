@@ -20,7 +20,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.ops.adapters import Adapter
 from deltic.ops.cpu import missing
-from deltic.params import EngineRequest
+from deltic.params import EngineRequest, Usage
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.draft_length import FixedDraftLength
 
@@ -173,9 +173,9 @@ def test_l6_drafts_change_no_answer(speculate: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"dtype": "float32", "memory": "32MiB", "max_batch": 4, "threads": 1}
     plain = load(None, EngineConfig(**options, speculate="off"))
     drafting = load(None, EngineConfig(**options, speculate=speculate))
-    paths = {name: random_adapter(tmp_path / name, plain.config, seed, 2, settings={"lora_alpha": 0.2})
+    paths = {name: random_adapter(tmp_path / name, plain.config, seed, 2, settings={"lora_alpha": 2})
              for seed, name in enumerate("ab")}
-    found, drafted = list[list[list[int]]](), list[int]()
+    found, usages = list[list[list[int]]](), list[Usage]()
     for runtime in (plain, drafting):
         own = [None, *adapters_of(runtime, paths).values()]
         requests = [replace(greedy(numbers(3, 12, 300) * 3, 40, f"r{place}"), adapter=adapter)
@@ -185,9 +185,10 @@ def test_l6_drafts_change_no_answer(speculate: str, tmp_path: Path) -> None:
             engine.add(request)
         answers = drain(engine)
         found.append([answers[request.id, 0].tokens for request in requests])
-        drafted += [last.usage.accepted_tokens for request in requests if (last := answers[request.id, 0].last).usage]
+        usages += [usage for request in requests if (usage := answers[request.id, 0].last.usage)]
     assert found[0] == found[1] and len(set(map(tuple, found[0]))) == 3
-    assert not any(drafted[:3]) and all(drafted[3:])
+    assert [usage.drafted_tokens > 0 for usage in usages] == [False] * 3 + [True] * 3
+    assert usages[3].accepted_tokens and usages[4].accepted_tokens + usages[5].accepted_tokens
 
 
 def test_tiers_keep_adapters_apart(tmp_path: Path) -> None:
@@ -200,7 +201,7 @@ def test_tiers_keep_adapters_apart(tmp_path: Path) -> None:
         with LLM(**options, lora=paths) as llm:
             for name in (*seeds, None):
                 output, = llm.generate([[*numbers(4, 200, 300)]], SamplingParams(max_tokens=2), lora=name)
-                cached[f"{seeds} {name}"] = output.usage.cached_tokens
+                cached[f"{seeds} {name}"] = output.choices[0].usage.cached_tokens
     assert [count > 0 for count in cached.values()] == [False, False, True, False, True, True, True]
 
 
