@@ -15,6 +15,7 @@ from deltic.config import EngineConfig
 from deltic.engine.loading import load
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of peft and transformers about each other
 
 DENSE = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj",
          "gate_proj", "up_proj", "down_proj", "lm_head"]
