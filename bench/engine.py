@@ -144,7 +144,7 @@ def _random_adapters(llm: LLM, rank: int) -> list[Adapter]:
         with TemporaryDirectory() as place:
             save_file(tensors, Path(place) / "adapter_model.safetensors")
             Path(place, "adapter_config.json").write_text(f'{{"peft_type": "LORA", "lora_alpha": {rank + number}}}')
-            llm.load_lora(f"adapter-{number}", place)
+            llm.adapters.load(f"adapter-{number}", place)
     return [llm.adapters.find(f"adapter-{number}") for number in range(8)]
 
 

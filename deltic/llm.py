@@ -25,7 +25,6 @@ from deltic.chat.tokenizer import Tokenizer, TokenizerFiles
 from deltic.chat.tool_grammar import AnswerForm, ToolChoice
 from deltic.engine.adapters import open_adapters
 from deltic.engine.arguments import (
-    as_adapters,
     as_messages,
     as_params,
     as_processors,
@@ -40,7 +39,7 @@ from deltic.engine.arguments import (
     engine_config,
 )
 from deltic.engine.engine import Engine
-from deltic.engine.loading import LoadProgress, ModelOverrides, RandomModel, load_any
+from deltic.engine.loading import LoadProgress, ModelOverrides, RandomModel, load_any, with_ends
 from deltic.engine.warm_up import warm_up
 from deltic.engine.worker import EventMailbox, Worker
 from deltic.errors import ConfigError, ModelError, RequestError, of_prompt, show
@@ -282,7 +281,7 @@ class LLM:
     `generate_stream`. Any thread and any task may call them, also while the model is being served: one thread, the
     `worker`, runs the model and batches concurrent calls.
 
-    lora: adapters to load, the directory of each by its name. Calls use them with `lora=name`.
+    lora: adapters, the directory of each by its name. `adapters` loads and unloads others at any time.
     config: replaces the model's config.json: a path, its content, or a `deltic.config.ModelConfig`.
     weights: replaces the model's tensors, by their Hugging Face names, with those of vision tower and draft head.
     options: fields of ChatConfig (how conversations are read) and EngineConfig (how the model runs):
@@ -308,13 +307,12 @@ class LLM:
             raise ConfigError(f"chat_template must be the path of a file, not {show(chat_template)}", "chat_template")
         check_callback(progress, "progress", "(bytes read, bytes in all)", ConfigError)
         chosen = engine_config(options, ["revision", "chat_template", "config", "weights", "lora", *names])
-        adapters = as_adapters(lora)
         runtime = load_any(model, chosen, revision, progress, given=ModelOverrides(config, weights))
         began, self._chat_processor = time.perf_counter(), _chat_processor(runtime, chat_template, **chat)
         if self._chat_processor:
             log.info("%s: tokenizer and chat template read in %.2f s", runtime.name, time.perf_counter() - began)
-        self.runtime = _with_words(runtime, self._chat_processor.tokenizer) if self._chat_processor else runtime
-        self.adapters = open_adapters(self.runtime, adapters)
+        self.runtime = with_ends(runtime, self._chat_processor and self._chat_processor.tokenizer)
+        self.adapters = open_adapters(self.runtime, lora)
         self.worker = Worker(Engine(self.runtime))
         self._closing = threading.Lock()
         weakref.finalize(self, self.worker.stop, 0.0).atexit = False  # the worker handles the interpreter's end itself
@@ -324,15 +322,6 @@ class LLM:
         """Saves and loads prefixes; see `save_state` and `load_state`."""
         from deltic.engine.states import StateFiles  # imports pydantic
         return StateFiles(self.runtime, self._chat_processor)
-
-    def load_lora(self, name: str, path: str | Path, replace: bool = False) -> None:
-        """Loads an adapter (LoRA) from a directory in the format of peft, while requests run. replace: another one of
-        this name may be loaded. RequestError or ModelError says why it cannot be used."""
-        self.adapters.load(name, path, replace)
-
-    def unload_lora(self, name: str) -> None:
-        """Unloads an adapter. Calls that use it go on to their ends."""
-        self.adapters.unload(name)
 
     @property
     def engine(self) -> Engine:
@@ -433,7 +422,7 @@ class LLM:
         """Saves the prefix that a prompt begins with as files in a directory; reads the prompt first, as far as it is
         not cached. prompt: messages, or a raw prompt, text or token ids. System messages alone mean the prefix that
         all conversations with them and with `tools` share. Returns the saved state with its id."""
-        check_options("save_state", options, ("prompt", "directory", "name", *ChatOptions.__annotations__))
+        check_options("save_state", options, {"prompt", "directory", "name", *ChatOptions.__annotations__} - {"lora"})
         job, answer = self._saved_prefix(prompt, **options)
         if not self.states.keeps(self.worker, job.request):
             self._gather([job])[0].sound()
@@ -507,8 +496,6 @@ class LLM:
         """Prepares a request that reads what following prompts begin with, and answers nothing. Also returns the record
         of the last answer."""
         nothing, salt, tools = SamplingParams(max_tokens=0), as_salt(options.get("cache_salt")), options.get("tools")
-        if options.get("lora") is not None:
-            raise RequestError("states of adapters cannot be saved: leave out lora", "lora")
         if not (isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping)):
             return self._with(self._job(as_prompt(prompt), nothing, None), salt, None), None
         check_tools(tools)
@@ -571,11 +558,3 @@ def _chat_processor(runtime: ModelRunner | ProgramModel, template: str | Path | 
                               image_urls=runtime.options.allow_image_urls, **options)
     processor.grammars.bounds = Bounds.of(runtime.generation)
     return processor
-
-
-def _with_words(runtime: ModelRunner | ProgramModel, tokenizer: Tokenizer) -> ModelRunner | ProgramModel:
-    """Adds the tokenizer's end-of-text tokens to those that end answers: some configs name only one of them."""
-    if tokenizer.vocab_size > runtime.config.vocab_size:
-        log.warning("the tokenizer has %d tokens, the model only %d: are they of one checkpoint?",
-                    tokenizer.vocab_size, runtime.config.vocab_size)
-    return replace(runtime, generation=runtime.generation.with_eos(tokenizer.ends), tokenizer=None)

@@ -19,7 +19,7 @@ from deltic.engine.loading import ModelOverrides, RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.loader.names import expected_tensors, is_stack
 from deltic.ops.adapters import Adapter
-from deltic.runner.input_batch import build
+from deltic.runner.input_batch import build, with_adapters
 from deltic.runner.model_runner import ModelRunner
 
 PREFIX = "base_model.model."
@@ -145,7 +145,7 @@ def logits_of(runtime: ModelRunner, rows: Sequence[tuple[Sequence[int], Adapter 
                            adapter=adapter.identity if (adapter := rows[place][1]) else "")
                 for place, cache, tokens in parts]
         own.cache.operations.flush()
-        batch = build(StepPlan(tuple(plan)), own.device, all_logits=True, adapters=adapters)
+        batch = with_adapters(build(StepPlan(tuple(plan)), own.device, all_logits=True), plan, adapters)
         logits = own.run(batch).clone().split([len(tokens) for *_, tokens in parts])
         for (place, cache, tokens), own_logits in zip(parts, logits, strict=True):
             found[place].append(own_logits)

@@ -19,7 +19,7 @@ LINES = {
     "cluster": 1725,
     "config": 1935,
     "embeddings": 2600,
-    "engine": 3920,
+    "engine": 3945,
     "export": 3950,
     "loader": 6795,
     "model": 1170,

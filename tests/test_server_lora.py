@@ -45,7 +45,7 @@ def served(llm: LLM, place: Path) -> Iterator[Served]:
     with serving(llm, lora_dir=place) as found:
         yield found
     for name in {name for name, _ in llm.adapters.entries()} - {"pirate", "poet"}:
-        llm.unload_lora(name)
+        llm.adapters.unload(name)
 
 
 def text(served: Served, model: str, **more: Any) -> str:
@@ -163,7 +163,7 @@ def test_a_large_adapter_delays_no_other_request(served: Served, llm: LLM, place
 
 
 def test_states_of_adapters_are_refused(served: Served, llm: LLM, place: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="leave out lora"):
+    with pytest.raises(TypeError, match="lora"):
         llm.save_state(USER, tmp_path, lora="pirate")
     with serving(llm, lora_dir=place, state_dir=tmp_path) as other:
         assert "base model" in error(other.post("/v1/states", model="tiny:pirate", messages=USER), 400)

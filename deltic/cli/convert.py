@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,11 +101,11 @@ def _convert_model(args: argparse.Namespace, files: ModelFiles, path: Path, bar:
     tokenizer = files.tokenizer() or _read_tokenizer(files.path)
     name = args.name or (model_name(files.gguf) if files.gguf else Path(args.source).resolve().name)
     existed = _mmproj(path).exists()
-    lora = _lora(args.lora, files)
+    files = replace(files, lora=_lora(args.lora, files))
     tower = _write_tower(args, files, name, path)
     try:
         written = convert(files, tokenizer, name, path, args.type, bar.update, args.mtp,
-                          vector_keys(files.path, FAMILIES[files.config.architecture].gguf), lora)
+                          vector_keys(files.path, FAMILIES[files.config.architecture].gguf))
     except BaseException:
         if tower and not existed:
             _mmproj(path).unlink(missing_ok=True)

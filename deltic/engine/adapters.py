@@ -6,10 +6,10 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from deltic.engine.arguments import as_adapters
 from deltic.errors import ConfigError, ModelError, RequestError, show
 from deltic.loader.lora import check_served, open_lora, read_adapter
 from deltic.ops.adapters import Adapter
@@ -122,13 +122,11 @@ def obstacle(runtime: Model) -> str | None:
     return runtime.not_adapted
 
 
-def open_adapters(runtime: Model, given: dict[str, str | Path], progress: Callable[[str], None] = lambda name: None
-                  ) -> AdapterSet:
-    """Returns a model's adapters with those that are given by name. Raises ConfigError naming the one that cannot be
-    loaded."""
+def open_adapters(runtime: Model, given: Any) -> AdapterSet:
+    """Returns a model's adapters, and loads the given ones. Raises ConfigError naming one that cannot be loaded.
+    given: the directories by name."""
     found = AdapterSet(runtime)
-    for name, path in given.items():
-        progress(name)
+    for name, path in as_adapters(given).items():
         try:
             found.load(name, path)
         except (ModelError, RequestError) as error:

@@ -51,20 +51,18 @@ class DeviceTokens(NamedTuple):
 
 def build(plan: StepPlan, device: torch.device, all_logits: bool = False, hidden: bool = False,
           drawn: Tensor | DeviceTokens | None = None, memory: InputBatch | None = None,
-          image_rows: ImageRows | None = None, verified: bool = False,
-          adapters: Mapping[str, Adapter] | None = None) -> Batch:
+          image_rows: ImageRows | None = None, verified: bool = False) -> Batch:
     """Returns the plan's rows as one ragged batch. Makes one copy to the device and never waits for it.
 
     all_logits: compute the logits of every token. hidden: compute all hidden states. drawn: the tokens [N] int64 that
     the step in flight has drawn, for rows that name a draw; or the tokens of rows with pending drafts. memory: that of
     the steps before; the batch is valid until the next one is built with it. verified: `Capabilities.verifies`.
-    adapters: those that rows name, by their identities.
     """
     rows = plan.rows
     if isinstance(drawn, DeviceTokens):
         return verifying(plan, device, memory, hidden, drawn)
     unknown = sum(row.drawn is not None for row in rows)
-    bucketed = device.type == "cuda" and not adapters
+    bucketed = device.type == "cuda" and not any(row.adapter for row in rows)
     if bucketed and (verified or not hidden) and has_bucket(plan, verified):
         return decoding(plan, device, drawn if unknown else None, memory, hidden)
     if bucketed and verified and drawn is None and verifies(plan):
@@ -72,8 +70,6 @@ def build(plan: StepPlan, device: torch.device, all_logits: bool = False, hidden
     batch = _ragged(rows, device, all_logits, hidden, memory)
     if image_rows is not None and any(row.images for row in rows):
         batch = replace(batch, input_embeds=_input_embeds(rows, image_rows, device), memo={}, kept=None)
-    if adapters:
-        batch = replace(batch, adapters=_batch_adapters(rows, adapters, device), memo={}, kept=None)
     if drawn is not None and unknown:
         ids = batch.ids[:unknown]
         ids.copy_(drawn[ids])
@@ -226,12 +222,15 @@ def _input_embeds(rows: List[PlannedRow], image_rows: ImageRows, device: torch.d
     return InputEmbeds(upload(array("q", places), torch.int64, device), torch.cat(parts))
 
 
-def _batch_adapters(rows: List[PlannedRow], adapters: Mapping[str, Adapter], device: torch.device) -> BatchAdapters:
-    places = {identity: place for place, identity in enumerate(adapters)}
-    numbers = array("q")
+def with_adapters(batch: Batch, rows: List[PlannedRow], adapters: Mapping[str, Adapter]) -> Batch:
+    """Returns the batch of these rows with their adapters, which are given by their identities."""
+    if not any(row.adapter for row in rows):
+        return batch
+    places, numbers = {identity: place for place, identity in enumerate(adapters)}, array("q")
     for row in rows:
         numbers.extend([places[row.adapter] if row.adapter else -1] * len(row.tokens))
-    return BatchAdapters(upload(numbers, torch.int64, device), tuple(adapters.values()))
+    found = BatchAdapters(upload(numbers, torch.int64, batch.ids.device), tuple(adapters.values()))
+    return replace(batch, adapters=found, memo={}, kept=None)
 
 
 # Batches of buckets

@@ -20,7 +20,7 @@ from deltic.ops.adapters import Adapter
 from deltic.ops.types import Batch, Sampled, Sampling
 from deltic.params import TokenLogprobs
 from deltic.runner.image_embeds import ImageEmbeds
-from deltic.runner.input_batch import FEW_ROWS, DeviceTokens, InputBatch, build
+from deltic.runner.input_batch import FEW_ROWS, DeviceTokens, InputBatch, build, with_adapters
 from deltic.runner.model_runner import Model
 from deltic.runner.sampling import Asked, LogitMasks, SampleRow, SamplingTable, TokenRanks, logprobs_of, scores_of
 from deltic.spec_decode.mtp import PendingDrafts
@@ -244,8 +244,8 @@ class Launcher:
             batch = build(flight.plan, runtime.device, hidden=bool(wanting) or runtime.mtp_runner is not None,
                           drawn=drawn, memory=self._memory,
                           image_rows=self._pictures.rows if self._pictures else None,
-                          verified=runtime.capabilities.verifies, adapters=adapters)
-            flight.batch = batch
+                          verified=runtime.capabilities.verifies)
+            batch = flight.batch = with_adapters(batch, rows, adapters)
             if wanting:
                 found, hidden = runtime.run_hidden(batch)
                 assert hidden is not None
@@ -269,8 +269,9 @@ class Launcher:
             own = tuple([rows[place] for place in places])
             batch = build(StepPlan(own), runtime.device, hidden=runtime.mtp_runner is not None, drawn=drawn,
                           memory=self._memory, image_rows=self._pictures.rows if self._pictures else None,
-                          verified=runtime.capabilities.verifies, adapters=adapters if with_adapter else None)
-            parts = runtime.run(batch).clone().split([row.logits for row in own])  # the next step writes over them
+                          verified=runtime.capabilities.verifies)
+            logits = runtime.run(with_adapters(batch, own, adapters)).clone()  # the next step writes over them
+            parts = logits.split([row.logits for row in own])
             found |= dict(zip(places, parts, strict=True))
         return torch.cat([found[place] for place in sorted(found)])
 
@@ -279,9 +280,8 @@ class Launcher:
         runtime, kept = self._runtime, dict[int, Tensor]()
         for part in passes(rows):
             taken = drawn if part.rows[0].drawn is not None else None
-            own = {row.adapter: adapters[row.adapter] for row in part.rows if row.adapter}
-            found = runtime.run(build(StepPlan(part.rows), runtime.device, drawn=taken, memory=self._memory,
-                                      adapters=own))
+            batch = build(StepPlan(part.rows), runtime.device, drawn=taken, memory=self._memory)
+            found = runtime.run(with_adapters(batch, part.rows, adapters))
             kept |= {wanted: found[place].clone() for place, wanted in part.kept}  # the next pass writes over them
             if part.copies:
                 runtime.cache.operations.apply(part.copies)

@@ -59,14 +59,14 @@ class _AdapterEndpoints:
         served, body, path = await self.models.read(request, LoadAdapterRequest, partial(_path, directory),
                                                     answers=False)
         async with self.turn:
-            await asyncio.to_thread(served.llm.load_lora, body.lora_name, path, body.load_inplace)
+            await asyncio.to_thread(served.llm.adapters.load, body.lora_name, path, body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
         self._allowed()
         served, body, _ = await self.models.read(request, UnloadAdapterRequest, _nothing, answers=False)
         try:
-            served.llm.unload_lora(body.lora_name)
+            served.llm.adapters.unload(body.lora_name)
         except AdapterError as error:
             raise ProblemError(404, str(error), "lora_name", "adapter_not_found") from error
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -23,8 +23,7 @@ from deltic.config import Limits
 from deltic.engine.fair_executor import FairExecutor
 from deltic.errors import GenerationError, RequestError
 from deltic.llm import LLM
-from deltic.ops.adapters import Adapter
-from deltic.params import EngineRequest, Event, Lineage, SamplingParams, Usage
+from deltic.params import EngineRequest, Event, Lineage, LoadedAdapter, SamplingParams, Usage
 from deltic.server.async_engine import AsyncEngine, RequestHandle
 from deltic.server.content import DocumentTexts, TextOf
 from deltic.server.fields import renamed, sent_name
@@ -206,7 +205,7 @@ class ServedModel:
     """False if its prompts may be longer than the context: they are only counted, or truncated."""
     owner: str | None = None
     """The owner of its API key."""
-    adapter: Adapter | None = None
+    adapter: LoadedAdapter | None = None
     """Computes its answers."""
 
     @property
@@ -290,7 +289,7 @@ class ServedModel:
         return self.tokenizer.decode(prompt, skip_special=False) if self._has_words else ""
 
 
-def _charged(prepared: PreparedRequest, record: RequestRecord, adapter: Adapter | None) -> PreparedRequest:
+def _charged(prepared: PreparedRequest, record: RequestRecord, adapter: LoadedAdapter | None) -> PreparedRequest:
     """The request, charged to a client, with the owner of the key in its salt and in the names of sessions."""
     salt = salt_of(record.prefix_owner, prepared.request.cache_salt)
     name, parent = (each and f"{record.owner} {salt} {each}" for each in (record.lineage.name, record.lineage.parent))

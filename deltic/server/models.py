@@ -24,7 +24,7 @@ from deltic.config import Limits
 from deltic.engine.fair_executor import FairExecutor
 from deltic.errors import BusyError, ConfigError, DelticError, RequestError, UnavailableError, show
 from deltic.llm import LLM
-from deltic.ops.adapters import Adapter
+from deltic.params import LoadedAdapter
 from deltic.server.async_engine import STUCK_AFTER, AsyncEngine, Health
 from deltic.server.body import BodyReader, Prepared
 from deltic.server.content import documents_in
@@ -267,7 +267,7 @@ class ModelRegistry:
         self._document_readers.shutdown(False)
         self._thread.shutdown()
 
-    def _named(self, model: str | None) -> tuple[_RegisteredModel, Adapter | None]:
+    def _named(self, model: str | None) -> tuple[_RegisteredModel, LoadedAdapter | None]:
         """Returns a model, and the adapter if the name is that of one, or of both: model:adapter."""
         if entry := self._model(model):
             return entry, None

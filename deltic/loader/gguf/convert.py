@@ -105,17 +105,17 @@ class Written:
 
 def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path, type: str,
             progress: Progress | None = None, mtp: Literal["q8_0", "same", "none"] = "q8_0",
-            more: Mapping[str, Any] = MappingProxyType({}), lora: LoraMerge | None = None) -> Written:
+            more: Mapping[str, Any] = MappingProxyType({})) -> Written:
     """Writes the text model of `files` to `path` as a GGUF file of `type` (of FILE_TYPES), called `name`.
 
     mtp: type of the multi-token-prediction head: at least Q8_0, that of most matrices, or omit the head.
-    more: further metadata. lora: an adapter to merge into the weights.
+    more: further metadata.
     One tensor is in memory at a time. `progress(done, total)` counts bytes of tensors. An existing file is replaced
     once the new one is complete. Raises ModelError naming a tensor that cannot be read or stored, DelticError if the
     file cannot be written.
     """
     config, kind = files.config, FILE_TYPES[type]
-    sources = [*_joined(_merged(_sources(files), lora), config)]
+    sources = [*_joined(_merged(_sources(files), files.lora), config)]
     head = list(_head_sources(files)) if mtp != "none" else []
     config = replace(config, num_mtp_layers=1 if head else 0)
     if mtp == "same":
