@@ -311,7 +311,7 @@ class LLM:
         began, self._chat_processor = time.perf_counter(), _chat_processor(runtime, chat_template, **chat)
         if self._chat_processor:
             log.info("%s: tokenizer and chat template read in %.2f s", runtime.name, time.perf_counter() - began)
-        self.runtime = with_ends(runtime, self._chat_processor and self._chat_processor.tokenizer)
+        self.runtime = with_ends(runtime, self._chat_processor.tokenizer if self._chat_processor else None)
         self.adapters = open_adapters(self.runtime, lora)
         self.worker = Worker(Engine(self.runtime))
         self._closing = threading.Lock()
