@@ -304,7 +304,7 @@ def test_a_model_that_is_not_downloaded(monkeypatch):
     assert look(doctor.check_model, model="some/model").state == "warning"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert look(doctor.check_model, model="some/model").state == "problem"
-    assert asked == [("some/model", {"local_files_only": True})] * 2
+    assert asked == [("some/model", {"revision": None, "local_files_only": True})] * 2
 
 
 # An answer

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from deltic.loader.files import GROUP
+from deltic.loader.formats.fp8 import FLOAT8_BLOCK_BYTES, GROUP
 from deltic.loader.gguf.blocks import BY_NAME, LAYOUTS, decode
-from deltic.loader.safetensors import FLOAT8_BLOCK_BYTES
 from deltic.ops.cuda.quantized import KINDS, Tiles, pack_tiles, serves, tiles_of
 
 TYPES = ("Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "IQ4_NL", "FP8")

@@ -15,22 +15,22 @@ LINES = {
     ".": 2070,
     "cache": 6000,
     "chat": 7115,
-    "cli": 5775,
+    "cli": 5950,
     "cluster": 1725,
-    "config": 1935,
+    "config": 2050,
     "embeddings": 2600,
     "engine": 3945,
     "export": 3950,
-    "loader": 6795,
+    "loader": 8775,
     "model": 1170,
-    "ops": 11650,
-    "runner": 4200,
+    "ops": 11680,
+    "runner": 4245,
     "server": 8675,
     "spec_decode": 1110,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 290
+FILES_AT_MOST = 304
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

@@ -37,6 +37,7 @@ CACHES = {
     "deltic/ops/cuda/driver.py _capture_stream": "a stream of torch's, which lives as long as the process",
     "deltic/ops/cuda/driver.py _driver": "a library without a state that we know of",
     "deltic/ops/cuda/driver.py _launcher": "the same library",
+    "deltic/loader/formats/fp8.py _value_pairs": "a constant that is never written to",
     "deltic/ops/cuda/driver.py _nvrtc": "a library without a state that we know of",
     "deltic/ops/cuda/driver.py load_module": "compiled code",
     "deltic/ops/cuda/driver.py why_not_compiled": "a source compiles or not",
@@ -55,7 +56,6 @@ CACHES = {
     "deltic/chat/conversation.py _render_alone": "a pure function of texts, few of them kept",
     "deltic/chat/output_router.py _pattern": "a compiled expression",
     "deltic/chat/template.py _compile": "a compiled template",
-    "deltic/loader/mtp_head.py opened": "lives as long as one checkpoint is being read",
 }
 """Functions that cache their results."""
 CHANGED = {

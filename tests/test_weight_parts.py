@@ -27,14 +27,14 @@ from deltic.config import EngineConfig, ExpertsConfig, GenerationDefaults, Linea
 from deltic.engine.loading import RandomModel, load
 from deltic.errors import ModelError
 from deltic.loader.dummy import random_head, random_tensors, random_weights
-from deltic.loader.files import StoredTensor
+from deltic.loader.formats.fp8 import Float8
 from deltic.loader.gguf import load as gguf_load
 from deltic.loader.gguf.convert import convert
 from deltic.loader.gguf.file import GgufTensor
 from deltic.loader.model_files import ModelFiles, open_model
 from deltic.loader.names import EMBEDDING, expected_tensors
 from deltic.loader.quantize import FP8, STORED, quantize_parts
-from deltic.loader.safetensors import Float8
+from deltic.loader.tensors import StoredTensor
 from deltic.model.tensor_parallel import WeightSplitter, check_degree
 from deltic.ops import select
 from deltic.ops.cuda.quantized import Tiles, tiles_form

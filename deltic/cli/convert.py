@@ -187,7 +187,8 @@ def run_mtp(args: argparse.Namespace) -> int:
     target = Path(args.target)
     path = check_target(str(target / _HEAD_FILE if target.is_dir() else target), ".safetensors")
     check_absent([path], args.force)
-    from deltic.loader.mtp_head import extract_head, open_checkpoint
+    from deltic.loader.checkpoint import open_checkpoint
+    from deltic.loader.mtp_head import extract_head
 
     source = Path(args.source).resolve().name if Path(args.source).exists() else args.source
     if args.revision:

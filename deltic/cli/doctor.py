@@ -308,24 +308,24 @@ def check_model(args: argparse.Namespace) -> Finding | None:
 
 def _local(name: str) -> str | Path | None:
     """The model on this machine, None if it would have to be downloaded."""
-    from deltic.loader.catalog import REPOSITORY, repository_of, select
+    from deltic.loader.catalog import parse_repository, select
 
-    found = REPOSITORY.fullmatch(repository_of(name))
+    found = parse_repository(name)
     if os.path.exists(os.path.expanduser(name)) or not found:
         return name
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        place = Path(snapshot_download(found[1], local_files_only=True))
+        place = Path(snapshot_download(found.repository, revision=found.revision, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
     except ValueError as error:
         raise ModelError(f"{name} is not a valid name for the hub: {error}") from error
-    if not found[2]:
+    if not found.file:
         return place
     names = [path.relative_to(place).as_posix() for path in place.rglob("*")]
-    return place / select(found[1], names, found[2]).file  # type: ignore[operator]
+    return place / select(found.repository, names, found.file).file  # type: ignore[operator]
 
 
 def _not_downloaded(name: str) -> Finding:

@@ -17,10 +17,11 @@ from torch import Tensor
 from deltic.config import available_cores
 from deltic.config.reading import integer, number
 from deltic.errors import ModelError, show
-from deltic.loader.files import PICKLED, StoredTensor, find_tensors, read_pickled
+from deltic.loader.files import PICKLED, find_tensors, read_pickled
 from deltic.loader.gguf.blocks import BY_NAME
 from deltic.loader.quantize import quantized
 from deltic.loader.safetensors import Progress, read_stored
+from deltic.loader.tensors import Source
 from deltic.ops.encoder import Affine, EncoderBackend, EncoderLayer, EncoderWeights, LayerNorm, Ragged
 from deltic.ops.memory import Arena
 from deltic.ops.quantized import PackedForm, QTensor, host_form, pack_tensor
@@ -205,7 +206,7 @@ def _stored_tensors(directory: Path) -> Iterator[tuple[str, WeightSource]]:
             yield name, WeightSource(tuple(tensor.shape), tensor.to)
 
 
-def _from_file(name: str, stored: StoredTensor) -> WeightSource:
+def _from_file(name: str, stored: Source) -> WeightSource:
     def read(dtype: torch.dtype) -> Tensor:
         if stored.dtype not in ("F32", "F16", "BF16"):
             raise ModelError(f"tensor {name!r} is stored as {stored.dtype[:20]}; F32, BF16 and F16 can be read")

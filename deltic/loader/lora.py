@@ -17,7 +17,7 @@ from torch import Tensor
 from deltic.config import ExpertsConfig, ModelConfig
 from deltic.errors import ModelError, show
 from deltic.loader.disk import read_json
-from deltic.loader.files import StoredTensor, read_header
+from deltic.loader.files import read_header
 from deltic.loader.gguf.names import gguf_name
 from deltic.loader.names import (
     EMBEDDING,
@@ -33,6 +33,7 @@ from deltic.loader.names import (
     stack_of,
 )
 from deltic.loader.safetensors import read_stored
+from deltic.loader.tensors import StoredTensor
 from deltic.ops.adapters import Adapter, AdapterLayer, LowRank
 
 CONFIG: Final = "adapter_config.json"

@@ -12,12 +12,11 @@ import numpy as np
 from torch import Tensor
 
 from deltic.config import ModelConfig, available_cores
-from deltic.loader.files import GROUP
+from deltic.loader.formats.fp8 import FLOAT8_BLOCK_BYTES, GROUP, Float8, quantize_fp8
 from deltic.loader.gguf.blocks import BY_NAME, BlockType
 from deltic.loader.gguf.convert import FILE_TYPES, target_of
 from deltic.loader.gguf.quantize import quantize_in_pieces
 from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, is_stack
-from deltic.loader.safetensors import FLOAT8_BLOCK_BYTES, Float8, quantize_fp8
 from deltic.ops.memory import empty_cache
 from deltic.ops.quantized import PackedForm, QTensor, host_form, read_from
 from deltic.ops.slices import slice_unit

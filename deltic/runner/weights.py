@@ -18,6 +18,8 @@ from deltic.cache.offload.identity import FileMark, Identity, ModelIdentity, mac
 from deltic.config import DTYPE_BYTES, DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.families import FAMILIES
 from deltic.errors import ConfigError, ModelError
+from deltic.loader.formats.fp8 import FLOAT8, Float8
+from deltic.loader.gguf.blocks import BY_NAME
 from deltic.loader.gguf.load import (
     down_units,
     is_quantized,
@@ -28,9 +30,9 @@ from deltic.loader.gguf.load import (
 )
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.model_files import ModelFiles
-from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, tensor_dtype
+from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, packed_parts, tensor_dtype
 from deltic.loader.quantize import FP8, STORED, quantize_parts, quantize_tower, quantized_bytes, quantized_units
-from deltic.loader.safetensors import Float8, Progress
+from deltic.loader.safetensors import Progress
 from deltic.loader.vision import expected_tower
 from deltic.model.draft_vocabulary import Tokens, draftable
 from deltic.model.tensor_parallel import WeightSplitter, check_degree
@@ -116,7 +118,11 @@ class WeightReader:
         files = self.source.files
         if files and files.gguf and self.packed:
             return packed_sizes(files.gguf, self.source.config, quantized.packed_bytes)
-        return weight_sizes(self.source.config, self.dtype, self._scheme)
+        sizes = weight_sizes(self.source.config, self.dtype, self._scheme)
+        if files and self._scheme == STORED:
+            return {**weight_sizes(self.source.config, self.dtype, "none"),
+                    **{name: sizes[name] for name in sizes.keys() & files.float8_names()}}
+        return sizes
 
     def shard_bytes(self) -> int:
         """Returns the bytes of the text model's weights on the device that has the most."""
@@ -382,6 +388,35 @@ def keeps_float8(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool
     if not options.on_gpu or options.quant != "none" or options.packed_weights == "off" or options.offloads_experts:
         return False
     return (not not_packed(options, files.config, dtype) and not _kernels_missing(options) and files.has_float8)
+
+
+def stays_packed(files: ModelFiles, options: EngineConfig, dtype: DType, storage: str, columns: int) -> bool:
+    """True if a matrix stays as it is stored. storage: its GGUF type, or the name of its format."""
+    if files.gguf is None:
+        return storage == FLOAT8 and keeps_float8(files, options, dtype)
+    kind = BY_NAME.get(storage)
+    if kind is None or kind.weights == 1 or not keeps_packed(files, options, dtype):
+        return False
+    return packed_form(options, options.device).serves(storage, columns)
+
+
+def served_sizes(files: ModelFiles, options: EngineConfig, dtype: DType) -> dict[str, int]:
+    """Returns the bytes of the text model's weights in memory, by name."""
+    config, on_gpu = files.config, bool(options.on_gpu)
+    if files.gguf and keeps_packed(files, options, dtype):
+        return packed_sizes(files.gguf, config, quantized.packed_bytes if on_gpu else _bytes_in_file)
+    plain = weight_sizes(config, dtype, "none")
+    if keeps_float8(files, options, dtype):
+        stored, kept = weight_sizes(config, dtype, STORED), files.float8_names()
+        kept = {part for name in kept for part in packed_parts(name) or (name,)}
+        return {name: stored[name] if name in kept else size for name, size in plain.items()}
+    if options.quant == "none":
+        return plain
+    return quantized_bytes(config, options.quant, plain, quantized.packed_bytes if on_gpu else None)
+
+
+def _bytes_in_file(type: str, rows: int, columns: int) -> int:
+    return BY_NAME[type].size(rows * columns)
 
 
 def check_packed(files: ModelFiles | None, options: EngineConfig, drafts: bool) -> None:

@@ -22,7 +22,6 @@ import torch
 
 from deltic.config import DType, ModelConfig
 from deltic.errors import ModelError
-from deltic.loader.files import FLOAT8, Source
 from deltic.loader.gguf.blocks import BY_NAME, BlockType, Bytes
 from deltic.loader.gguf.load import GgufSource, plan_gguf, read_gguf
 from deltic.loader.gguf.names import PLAIN, ROPE_FACTORS, gguf_name
@@ -43,9 +42,10 @@ from deltic.loader.names import (
     tensor_dtype,
 )
 from deltic.loader.safetensors import TORCH_DTYPES, Progress, check_tied, plan_directory, read_stored
+from deltic.loader.tensors import Source
 
 _MAX_THREADS: Final = 8
-_STORED: Final[Mapping[str, DType]] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", FLOAT8: "float32"}
+_STORED: Final[Mapping[str, DType]] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _BLOCK: Final = re.compile(r"blk\.(\d+)\.(.+)\.weight")
 _SENSITIVE: Final = ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
 """Tensors that get more bits in some layers of a mixed file."""
@@ -268,7 +268,7 @@ def _read_gguf(part: GgufSource, config: ModelConfig) -> dict[str, torch.Tensor]
 
 
 def _read_directory(name: str, stored: Source, config: ModelConfig) -> dict[str, torch.Tensor]:
-    dtype = TORCH_DTYPES[tensor_dtype(name, _STORED[stored.dtype])]
+    dtype = TORCH_DTYPES[tensor_dtype(name, _STORED.get(stored.dtype, "float32"))]
     tensor = read_stored(name, stored, dtype, torch.device("cpu"))
     return split_packed(name, tensor, config) if packed_parts(name) else {name: tensor}
 
