@@ -272,7 +272,7 @@ def test_selected_files(case):
 
 
 @pytest.mark.parametrize("names, wanted, said", [
-    (["adapter_config.json", "adapter_model.safetensors"], None, "org/name is an adapter .LoRA. and no model: serve"),
+    (["adapter_config.json", "adapter_model.safetensors"], None, "org/name is an adapter .LoRA. and no model: merge"),
     (["consolidated.safetensors", "params.json"], None, "no weights that can be read"),
     (["model.onnx"], None, "org/name has no weights that can be read"),
     (["model.safetensors"], "Q8_0", "has no GGUF files: leave out :Q8_0"),
