@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lora_cases import SMALL, adapters_of, logits_of
-from support import numbers, same_logits, transformers_model
+from support import numbers, same_logits, tiny_texts, transformers_model
 
 from deltic.cli import main
 from deltic.config import EngineConfig
@@ -69,8 +69,6 @@ def test_logits_are_those_of_peft(family: str, settings: dict[str, Any], tmp_pat
     ("qwen3_5", {"target_modules": ["up_proj"], "modules_to_save": ["lm_head", "embed_tokens"]})], ids=str)
 def test_convert_merges(family: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into F32 weights. Also what is not served per request."""
-    from support import tiny_texts
-
     monkeypatch.setattr("deltic.cli.convert._read_tokenizer", lambda _: tiny_texts())
     wanted = expected(adapted(tmp_path, family, settings))
     target = tmp_path / "merged.gguf"
@@ -78,3 +76,22 @@ def test_convert_merges(family: str, settings: dict[str, Any], tmp_path: Path, m
                  str(tmp_path / "adapter")]) == 0
     runtime = load(str(target), EngineConfig(**SMALL))
     same_logits(wanted, logits_of(runtime, [(TOKENS, None)])[0], 1e-4)
+
+
+@pytest.mark.parametrize(("family", "settings", "options"), [
+    ("qwen3_5", EVERYTHING, {"packed_weights": "on"}), ("llama", EVERYTHING, {"packed_weights": "on"}),
+    ("qwen3_next", {"target_modules": "all-linear"}, {"packed_weights": "on"}),
+    ("qwen3_5_moe", {"target_modules": ["out_proj"], "target_parameters": PARAMETERS}, {"packed_weights": "on"}),
+    ("qwen3_5_moe", {"target_modules": ["out_proj"], "target_parameters": PARAMETERS}, {"packed_weights": "on", "expert_memory": "120KiB"}),
+], ids=str)
+def test_bases_in_gguf_files_take_adapters(family: str, settings: dict[str, Any], options: dict[str, Any], tmp_path: Path,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their value heads have another order, and experts may lie in the file."""
+    monkeypatch.setattr("deltic.cli.convert._read_tokenizer", lambda _: tiny_texts())
+    wanted = expected(adapted(tmp_path, family, settings))
+    target = tmp_path / "base.gguf"
+    assert main(["convert", str(tmp_path / "base"), str(target), "--type", "F32"]) == 0
+    runtime = load(str(target), EngineConfig(**SMALL, **options))
+    assert (runtime.experts is not None) == ("expert_memory" in options)
+    adapter = adapters_of(runtime, {"a": tmp_path / "adapter"})["a"]
+    same_logits(wanted, logits_of(runtime, [(TOKENS, adapter)])[0], 1e-4)
