@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 import torch
 from lora_cases import adapters_of, linears, logits_of, merged, random_adapter, random_weights, runtime_of, stacks
-from support import Answers, drain, greedy, moe_shape, numbers, odd_shape, same_logits, small_runtime, split_runtime
+from support import (
+    Answers,
+    Watch,
+    drain,
+    greedy,
+    moe_shape,
+    numbers,
+    odd_shape,
+    same_logits,
+    small_runtime,
+    split_runtime,
+)
 
 from deltic import LLM, SamplingParams
 from deltic.config import EngineConfig, LinearConfig, ModelConfig, RopeConfig
@@ -223,3 +234,20 @@ def test_split_models_take_no_adapters(tmp_path: Path) -> None:
     runtime = split_runtime(2)
     with pytest.raises(AdapterError, match="tp=1"):
         AdapterSet(runtime).load("a", random_adapter(tmp_path, runtime.config))
+
+
+@pytest.mark.parametrize("budget", [7, 512])
+def test_rows_with_adapters_are_computed_apart_where_the_device_overlaps(budget: int) -> None:
+    """As on a GPU, whose own steps serve the other rows."""
+    runtime, adapters = three("dense", BACKENDS[-1])
+    watch = Watch(small_runtime(runtime, batch=8, budget=budget))
+    watch.runtime.capabilities = replace(watch.runtime.capabilities, overlaps=True)
+    engine, requests = Engine(watch), requests_of(adapters)  # type: ignore[arg-type]
+    late = [greedy(numbers(90 + place, 20, 509), 150, f"l{place}") for place in range(2)]
+    for request in (*late, *requests):
+        engine.add(request)
+    answers = drain(engine)
+    assert [answers[request.id, 0].tokens for request in requests] == alone("dense", BACKENDS[-1])
+    assert [answers[each.id, 0].tokens for each in late] == [
+        served(runtime, [each], batch=1)[each.id, 0].tokens for each in late]
+    assert engine.stats.async_steps > 0 and engine.stats.steps < len(watch.chunks)

@@ -29,6 +29,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_5_moe", {"target_modules": [], "target_parameters": PARAMETERS}),
     ("qwen3_next", {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj"]}),
     ("qwen3_5", EVERYTHING), ("qwen3", EVERYTHING), ("llama", EVERYTHING)]
+MIXTURE: dict[str, Any] = {"target_modules": ["out_proj"], "target_parameters": PARAMETERS}
 TOKENS = numbers(1, 19, 307)
 
 
@@ -65,7 +66,7 @@ def test_logits_are_those_of_peft(family: str, settings: dict[str, Any], tmp_pat
 @pytest.mark.parametrize(("family", "settings"), [
     ("qwen3_5", {**EVERYTHING, "use_dora": True}), ("qwen3_next", {"target_modules": "all-linear"}),
     ("qwen3_5", {"target_modules": ["embed_tokens", "lm_head"]}),
-    ("qwen3_5_moe", {"target_modules": ["out_proj"], "target_parameters": PARAMETERS}),
+    ("qwen3_5_moe", MIXTURE),
     ("qwen3_5", {"target_modules": ["up_proj"], "modules_to_save": ["lm_head", "embed_tokens"]})], ids=str)
 def test_convert_merges(family: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into F32 weights. Also what is not served per request."""
@@ -81,11 +82,11 @@ def test_convert_merges(family: str, settings: dict[str, Any], tmp_path: Path, m
 @pytest.mark.parametrize(("family", "settings", "options"), [
     ("qwen3_5", EVERYTHING, {"packed_weights": "on"}), ("llama", EVERYTHING, {"packed_weights": "on"}),
     ("qwen3_next", {"target_modules": "all-linear"}, {"packed_weights": "on"}),
-    ("qwen3_5_moe", {"target_modules": ["out_proj"], "target_parameters": PARAMETERS}, {"packed_weights": "on"}),
-    ("qwen3_5_moe", {"target_modules": ["out_proj"], "target_parameters": PARAMETERS}, {"packed_weights": "on", "expert_memory": "120KiB"}),
+    ("qwen3_5_moe", MIXTURE, {"packed_weights": "on"}),
+    ("qwen3_5_moe", MIXTURE, {"packed_weights": "on", "expert_memory": "120KiB"}),
 ], ids=str)
-def test_bases_in_gguf_files_take_adapters(family: str, settings: dict[str, Any], options: dict[str, Any], tmp_path: Path,
-                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bases_in_gguf_files_take_adapters(family: str, settings: dict[str, Any], options: dict[str, Any],
+                                           tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their value heads have another order, and experts may lie in the file."""
     monkeypatch.setattr("deltic.cli.convert._read_tokenizer", lambda _: tiny_texts())
     wanted = expected(adapted(tmp_path, family, settings))
