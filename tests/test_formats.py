@@ -154,9 +154,10 @@ def mixture() -> ModelConfig:
 CONFIGS = {"dense": shape(), "experts": mixture()}
 
 
-def write(place: Path, config: ModelConfig, form: str, layout: str = "one by one") -> dict[str, Tensor]:
+def write(place: Path, config: ModelConfig, form: str | tuple[Form, dict[str, Any]], layout: str = "one by one"
+          ) -> dict[str, Tensor]:
     """Writes a checkpoint, and returns its numbers by canonical name. layout: of experts, also `stacks`."""
-    quantize, settings = FORMS[form]
+    quantize, settings = FORMS[form] if isinstance(form, str) else form
     generator, stored, numbers = torch.Generator().manual_seed(1), dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in {**random_weights(config, "bfloat16"), **random_head(config, "bfloat16")}.items():
         kept = tensor.dim() < 2 or "proj" not in name or name.endswith((".in_proj_a.weight", ".in_proj_b.weight"))
