@@ -78,7 +78,8 @@ struct Step {
     int64_t run(const deltic_layer &layer, bool first, bool select) const {
         const deltic_weight &out = layer.gdn ? layer.gdn->out_proj : layer.attention->o_proj;
         int64_t tokens = batch.tokens, hidden = model.hidden;
-        Adapters own{batch.adapter_list, batch.adapter, &layer - model.layer}, *adapters = batch.adapters ? &own : nullptr;
+        Adapters own{batch.adapter_list, batch.adapter, &layer - model.layer};
+        const Adapters *adapters = batch.adapters ? &own : nullptr;
         kernels(pool).add_norm(pool, residual, first ? nullptr : delta, layer.input_norm, residual, normed, tokens,
                                hidden, model.eps);
         float *mixed = mix(layer, adapters);
