@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Changes whenever something below does. */
-#define DELTIC_ABI 17
+#define DELTIC_ABI 18
 int deltic_abi(void);
 
 /* Tokens of a page, entries of a unit of a replay ring, rows of a matrix that are packed together, slices of columns that
@@ -92,6 +92,36 @@ int deltic_quantize(int64_t type, const float *x, int64_t rows, int64_t columns,
  * with float32. A row of y does not depend on how many tokens there are. */
 int deltic_linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight *weight, float *y);
 
+/* ---- Adapters: low-rank terms that are added to products. */
+
+/* y[first .. first + rows) += b (a x) for one token, in float32. a [rank, columns]; b in panels of DELTIC_PANEL rows,
+ * [rows / DELTIC_PANEL, rank, DELTIC_PANEL], rounded up with zeros. type: DELTIC_F32, DELTIC_F16 or DELTIC_BF16. */
+typedef struct {
+    const void *a, *b;
+    int64_t type, rank, columns, first, rows;
+} deltic_low_rank;
+
+/* Those of one product. Their rows do not overlap. */
+typedef struct {
+    int64_t count;
+    const deltic_low_rank *parts;
+} deltic_low_ranks;
+
+/* The products of a layer. The rows of a router's product are as in deltic_moe_layer. */
+enum {
+    DELTIC_IN, DELTIC_OUT, DELTIC_GATE_UP, DELTIC_DOWN, DELTIC_ROUTER, DELTIC_SHARED_GATE_UP, DELTIC_SHARED_DOWN,
+    DELTIC_PRODUCTS
+};
+typedef struct {
+    deltic_low_ranks products[DELTIC_PRODUCTS];
+    const deltic_low_ranks *experts; /* [experts, 2]: gate_up and down of each; null: none */
+} deltic_adapter_layer;
+
+typedef struct {
+    const deltic_adapter_layer *layers; /* [layers of the model] */
+    deltic_low_ranks head;
+} deltic_adapter;
+
 /* ---- A step: one ragged batch. Rows of one token come first. See deltic/ops/types.py, class Batch. */
 
 typedef struct {
@@ -113,6 +143,10 @@ typedef struct {
     const int64_t *logit_tokens; /* [logits], ascending */
     const int64_t *given_tokens; /* [given]: those that have no embedding */
     const float *given_rows;     /* [given, hidden]: but these instead */
+    /* Only deltic_forward adds the terms of adapters. The bits of a token do not depend on those of other tokens. */
+    int64_t adapters;            /* 0: the next two are not read */
+    const int64_t *adapter;      /* [tokens]: the number of each token's adapter; -1: none */
+    const deltic_adapter *const *adapter_list; /* [adapters] */
 } deltic_batch;
 
 typedef struct {

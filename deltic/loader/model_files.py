@@ -33,6 +33,7 @@ from deltic.loader.gguf.load import (
 )
 from deltic.loader.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
 from deltic.loader.hub import resolve
+from deltic.loader.lora_merge import LoraMerge
 from deltic.loader.mtp_head import find_head, head_in_memory, load_stored_head
 from deltic.loader.names import is_stack, packed_parts
 from deltic.loader.safetensors import Progress, plan_directory, read_parts
@@ -61,6 +62,7 @@ class ModelFiles:
     gguf: the open file, if the model is one.
     mmproj: the GGUF file of its vision tower.
     weights: tensors in memory that replace the files.
+    lora: an adapter to merge into the weights when they are converted.
     """
 
     path: Path
@@ -70,6 +72,7 @@ class ModelFiles:
     vision: Vision | None = None
     mmproj: GgufFile | None = None
     weights: InMemory | None = None
+    lora: LoraMerge | None = None
 
     @property
     def place(self) -> Path | None:
