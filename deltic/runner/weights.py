@@ -18,7 +18,7 @@ from deltic.cache.offload.identity import FileMark, Identity, ModelIdentity, mac
 from deltic.config import DTYPE_BYTES, DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.families import FAMILIES
 from deltic.errors import ConfigError, ModelError
-from deltic.loader.formats.fp8 import Float8
+from deltic.loader.gguf.blocks import BlockType
 from deltic.loader.gguf.load import (
     down_units,
     is_quantized,
@@ -29,12 +29,12 @@ from deltic.loader.gguf.load import (
 )
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.model_files import ModelFiles
-from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, tensor_dtype
+from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, is_stack, tensor_dtype
 from deltic.loader.quantize import FP8, STORED, quantize_parts, quantize_tower, quantized_bytes, quantized_units
-from deltic.loader.safetensors import Progress
+from deltic.loader.safetensors import Progress, StoredWeight
 from deltic.loader.vision import expected_tower
 from deltic.model.draft_vocabulary import Tokens, draftable
-from deltic.model.tensor_parallel import WeightSplitter, check_degree
+from deltic.model.tensor_parallel import WeightSplitter, check_degree, splits
 from deltic.model.vision_tower import build_tower
 from deltic.ops import Ops
 from deltic.ops.capabilities import verifies_drafts
@@ -45,6 +45,7 @@ from deltic.ops.cuda.layer_offload import host_layer_form
 from deltic.ops.cuda.quantized_moe import knows_packed
 from deltic.ops.parts import Split
 from deltic.ops.quantized import PackedForm, host_form
+from deltic.ops.slices import slice_unit
 from deltic.ops.types import Weight
 from deltic.params import Auto, Draft, Mtp
 from deltic.runner.expert_offload import beside_card, check_experts, plain_store
@@ -97,7 +98,9 @@ class WeightReader:
         check_packed(files, options, drafts)
         self.packed = files is not None and keeps_packed(files, options, dtype)
         self.tiled = self.packed and not FAMILIES[source.config.architecture].gguf_grouped
-        self._scheme = STORED if files and keeps_float8(files, options, dtype) else options.quant
+        self._float8 = files is not None and keeps_float8(files, options, dtype)
+        self._stored = stored_types(files, options, dtype) if files else {}
+        self._scheme = STORED if self._float8 or self._stored else options.quant
         quantizes = self._scheme != "none"
         self._quantizes = quantizes and not (drafts and self.packed)
         check_degree(source.config, options.shards, self.packed or quantizes, self.tiled)
@@ -117,11 +120,20 @@ class WeightReader:
         files = self.source.files
         if files and files.gguf and self.packed:
             return packed_sizes(files.gguf, self.source.config, quantized.packed_bytes)
-        sizes = weight_sizes(self.source.config, self.dtype, self._scheme)
         if files and self._scheme == STORED:
-            return {**weight_sizes(self.source.config, self.dtype, "none"),
-                    **{name: sizes[name] for name in sizes.keys() & files.float8_names()}}
-        return sizes
+            return self._stored_sizes(files)
+        return weight_sizes(self.source.config, self.dtype, self._scheme)
+
+    def _stored_sizes(self, files: ModelFiles) -> dict[str, int]:
+        """Returns the bytes of weights on a GPU, of which some stay as they are stored."""
+        config, shapes = self.source.config, expected_tensors(self.source.config)
+        float8 = weight_sizes(config, self.dtype, STORED)
+        names = float8.keys() & files.float8_names() if self._float8 else set[str]()
+        found = {**weight_sizes(config, self.dtype, "none"), **{name: float8[name] for name in names}}
+        for name, type in self._stored.items():
+            *stack, rows, columns = shapes[name]
+            found[name] = quantized.packed_bytes(type.name, prod(stack) * rows, columns) or found[name]
+        return found
 
     def shard_bytes(self) -> int:
         """Returns the bytes of the text model's weights on the device that has the most."""
@@ -244,13 +256,14 @@ class WeightReader:
 
         return encode
 
-    def _plain(self, float8: bool = False) -> Iterator[tuple[int, str, Tensor | Float8]]:
-        """float8: weights that are stored in it stay."""
+    def _plain(self, float8: bool = False) -> Iterator[tuple[int, str, StoredWeight]]:
+        """float8: weights that are stored in it stay. Others do if the kernels multiply them."""
         source = self.source
         if source.random:
             return self._split.cut(source.random.tensors(source.config, self.dtype, self.options.devices[0]))
         assert source.files
-        return source.files.parts(self.dtype, self._split, self._progress, self._here, float8)
+        form = self._forms[0] if self._stored else None
+        return source.files.parts(self.dtype, self._split, self._progress, self._here, float8, form)
 
     def _slice_units(self) -> dict[str, int]:
         """Returns the columns that slices of each packed `down` of a feed-forward are multiples of."""
@@ -259,7 +272,10 @@ class WeightReader:
             return down_units(plan_gguf(files.gguf, config), form)
         found = quantized_units(config, self._scheme, form) if self._quantizes else {}
         if files and self._scheme == STORED:
-            return {name: found[name] for name in found.keys() & files.float8_names()}
+            found = {name: found[name] for name in found.keys() & files.float8_names()} if self._float8 else {}
+            shapes = expected_tensors(config)
+            found |= {name: slice_unit(type.name, shapes[name][-1]) for name, type in self._stored.items()
+                      if name.endswith(".down_proj.weight") and not is_stack(name)}
         return found
 
     def _quantize(self) -> list[dict[str, Weight]]:
@@ -276,7 +292,8 @@ class WeightReader:
         stored = self._packed_file()
         found = stored.read() if stored else None
         if found is None:
-            found = quantize_parts(self._plain(self._scheme in (FP8, STORED)), self._scheme, config, self._forms)
+            float8 = self._float8 or self._scheme == FP8
+            found = quantize_parts(self._plain(float8), self._scheme, config, self._forms)
             if stored:
                 stored.write(found)
         return found
@@ -387,6 +404,20 @@ def keeps_float8(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool
     if not options.on_gpu or options.quant != "none" or options.packed_weights == "off" or options.offloads_experts:
         return False
     return (not not_packed(options, files.config, dtype) and not _kernels_missing(options) and files.has_float8)
+
+
+def stored_types(files: ModelFiles, options: EngineConfig, dtype: DType) -> dict[str, BlockType]:
+    """Returns the types of the blocks of weights that stay as they are stored in safetensors, by canonical name: those
+    that the kernels multiply."""
+    if options.quant != "none" or options.packed_weights == "off" or options.offloads_experts:
+        return {}
+    if dtype == "float32":  # which asks for products that are not rounded
+        return {}
+    if not_packed(options, files.config, dtype) or (options.on_gpu and _kernels_missing(options)):
+        return {}
+    if not splits(files.config, options.shards, packed=True):
+        return {}
+    return files.block_types(packed_form(options, options.device))
 
 
 def check_packed(files: ModelFiles | None, options: EngineConfig, drafts: bool) -> None:
