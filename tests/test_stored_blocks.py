@@ -53,7 +53,8 @@ def form(name: str) -> str | tuple[Form, dict[str, Any]]:
 
 def kept(place: Path, packed: PackedForm, dtype: Any = "bfloat16") -> dict[str, Any]:
     files = opened(place)
-    return quantize_parts(files.parts(dtype, one_device("cpu"), form=packed), STORED, files.config, [packed])[0]
+    parts = files.parts(dtype, one_device("cpu"), blocks=files.block_types(packed))
+    return quantize_parts(parts, STORED, files.config, [packed])[0]
 
 
 def numbers_of(weight: Any) -> Tensor:
@@ -86,7 +87,8 @@ def test_parts_for_devices(name: str, config: str, tmp_path: Path) -> None:
     packed, files = host_form(), opened(tmp_path)
     units = {key: 256 for key in files.block_types(packed) if key.endswith(".down_proj.weight")}
     split = WeightSplitter(CONFIGS[config], 2, units=units).over(["cpu", "cpu"])
-    found = quantize_parts(files.parts("bfloat16", split, form=packed), STORED, files.config, [packed, packed])
+    parts = files.parts("bfloat16", split, blocks=files.block_types(packed))
+    found = quantize_parts(parts, STORED, files.config, [packed, packed])
     for device, weights in enumerate(found):
         assert any(isinstance(weight, QTensor) for weight in weights.values())
         for key, weight in weights.items():

@@ -35,7 +35,7 @@ from deltic.loader.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
 from deltic.loader.hub import resolve
 from deltic.loader.mtp_head import directory_checkpoint, find_head, head_in_memory, load_stored_head
 from deltic.loader.names import is_stack, packed_parts
-from deltic.loader.safetensors import Progress, StoredWeight, plan_directory, read_parts
+from deltic.loader.safetensors import NONE, Progress, StoredWeight, plan_directory, read_parts
 from deltic.loader.stored_blocks import block_type
 from deltic.loader.tensors import IN_MEMORY, ITEM_BYTES, Source, StoredTensor
 from deltic.loader.vision import (
@@ -105,13 +105,13 @@ class ModelFiles:
         return {name: tensor for _, name, tensor in found if isinstance(tensor, Tensor)}
 
     def parts(self, dtype: DType | Literal["auto"], split: Split, progress: Progress | None = None,
-              experts: bool = True, float8: bool = False, form: PackedForm | None = None
+              experts: bool = True, float8: bool = False, blocks: Mapping[str, BlockType] = NONE
               ) -> Iterator[tuple[int, str, StoredWeight]]:
         """Yields each device's part of the weights in file order: device, name, and tensor on the device. experts:
-        include theirs. float8: weights stored in float8 stay float8. form: as in `read_parts`."""
+        include theirs. float8: weights stored in float8 stay float8. blocks: as in `read_parts`."""
         if self.gguf is not None:
             return read_file_parts(self.gguf, self.config, dtype, split, progress)
-        return read_parts(self._stored, self.config, dtype, split, progress, experts, float8, form)
+        return read_parts(self._stored, self.config, dtype, split, progress, experts, float8, blocks)
 
     def load_packed(self, forms: Sequence[PackedForm], split: Split, progress: Progress | None = None,
                     experts: bool = True) -> list[dict[str, Weight]]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Literal
 
 import torch
@@ -30,15 +31,16 @@ from deltic.loader.names import (
     split_packed,
     tensor_dtype,
 )
-from deltic.loader.stored_blocks import StoredBlocks, block_type, stored_blocks
+from deltic.loader.stored_blocks import StoredBlocks, stored_blocks
 from deltic.loader.tensors import PackedTensor, Source, Stack, StoredTensor, fill
 from deltic.ops.parts import WHOLE, Part, Split, one_device
-from deltic.ops.quantized import PackedForm
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 StoredWeight = torch.Tensor | Float8 | StoredBlocks
+NONE: Final[Mapping[str, BlockType]] = MappingProxyType({})
+"""No weight stays as it is stored in blocks."""
 
 TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,10 +68,10 @@ def read_directory(
 
 def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | Literal["auto"], split: Split,
                progress: Progress | None = None, experts: bool = True, float8: bool = False,
-               form: PackedForm | None = None) -> Iterator[tuple[int, str, StoredWeight]]:
+               blocks: Mapping[str, BlockType] = NONE) -> Iterator[tuple[int, str, StoredWeight]]:
     """Yields each device's part of the tensors of `expected_tensors(config)` in file order: device, name, and tensor,
-    contiguous, on the device. experts: include theirs. float8: matrices and stacks stored in float8 stay float8. form:
-    weights in blocks that it serves stay as they are stored.
+    contiguous, on the device. experts: include theirs. float8: matrices and stacks stored in float8 stay float8.
+    blocks: weights that stay as they are stored, with the types of their blocks.
 
     Matrices are of `dtype` (`auto`: the config's), norms and decay parameters float32 (`tensor_dtype`). No byte of the
     files is read for several devices, unless they all have it. `progress(done, total)` counts bytes. Peak memory is
@@ -91,7 +93,7 @@ def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | 
     for name, stored in sources.items():
         if name == HEAD and config.tie_word_embeddings:
             continue
-        type = block_type(stored, form) if form else None
+        type = blocks.get((packed_parts(name) or (name,))[0])
         yield from (_blocks_of(name, stored, type, config, kept, split) if type
                     else _parts_of(name, stored, config, kept, split, float8))
         done += stored.nbytes

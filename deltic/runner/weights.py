@@ -130,9 +130,9 @@ class WeightReader:
         float8 = weight_sizes(config, self.dtype, STORED)
         names = float8.keys() & files.float8_names() if self._float8 else set[str]()
         found = {**weight_sizes(config, self.dtype, "none"), **{name: float8[name] for name in names}}
-        for name, type in self._stored.items():
-            *stack, rows, columns = shapes[name]
-            found[name] = quantized.packed_bytes(type.name, prod(stack) * rows, columns) or found[name]
+        for name in shapes.keys() & self._stored.keys():
+            *matrices, columns = shapes[name]
+            found[name] = quantized.packed_bytes(self._stored[name].name, prod(matrices), columns) or found[name]
         return found
 
     def shard_bytes(self) -> int:
@@ -262,8 +262,7 @@ class WeightReader:
         if source.random:
             return self._split.cut(source.random.tensors(source.config, self.dtype, self.options.devices[0]))
         assert source.files
-        form = self._forms[0] if self._stored else None
-        return source.files.parts(self.dtype, self._split, self._progress, self._here, float8, form)
+        return source.files.parts(self.dtype, self._split, self._progress, self._here, float8, self._stored)
 
     def _slice_units(self) -> dict[str, int]:
         """Returns the columns that slices of each packed `down` of a feed-forward are multiples of."""

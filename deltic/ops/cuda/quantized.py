@@ -373,7 +373,8 @@ def _pack_mxfp4(raw: Tensor) -> Tensor:
 
 def _mxfp4(data: Tensor) -> Tensor:
     exponents = _group_scales(data[..., 1024:].unflatten(-1, (TILE_ROWS, 4, 2))).int()
-    halved = torch.where(exponents < 2, (exponents + 1) << 21, (exponents - 1) << 23)  # 2^(e - 128), also subnormal ones
+    # 2^(e - 128), also subnormal ones
+    halved = torch.where(exponents < 2, (exponents + 1) << 21, (exponents - 1) << 23)
     return _scaled(_float_codes(data), halved.view(torch.float32))
 
 
