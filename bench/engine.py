@@ -181,6 +181,24 @@ def _memory(args: argparse.Namespace) -> None:
     worker.close()
 
 
+def _four_bits(args: argparse.Namespace) -> None:
+    """Decode of one request of the 0.8b shape in 4 bits. The models take turns; `share` is that of q4_k's speed."""
+    settings = {"model": "qwen3.5-0.8b", "layers": 4 if args.quick else None, "threads": args.threads, "max_batch": 1,
+                "max_context": 512, "speculate": "off"}
+    workers = {quant: Worker(__file__, {**settings, "quant": quant}) for quant in ("q4_k", "nvfp4", "int4")}
+    task = {"prompt_tokens": 32, "new_tokens": 16 if args.quick else 128, "batch": 1}
+    runs: dict[str, list[dict[str, Any]]] = {quant: [] for quant in workers}
+    for _ in range(args.repeat + 1):
+        for quant, worker in workers.items():
+            runs[quant].append(worker.ask(task))
+    rates = {quant: [run["decode_tokens_per_second"] for run in own[1:]] for quant, own in runs.items()}
+    for quant, worker in workers.items():
+        record("engine", {"task": "four_bits", "quant": quant, "unit": "tokens/s", **settings, **task, **worker.ready,
+                          "decode": spread(rates[quant]), "peak_mib": runs[quant][-1]["peak_mib"],
+                          "share": round(median(rates[quant]) / median(rates["q4_k"]), 4)})
+        worker.close()
+
+
 def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     from dataclasses import asdict
 
@@ -203,7 +221,8 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
             return llm.worker.call(lambda engine: _outside(engine, case, next(seeds)))
         run = llm.worker.call(lambda engine: trial(engine, case, next(seeds), own))
         return {**asdict(run), "peak_mib": round(peak_memory_mib(), 1)}
-    return {"weights_mib": round(weight_bytes(llm.runtime.config, "bfloat16") / (1 << 20), 1),
+    weights = weight_bytes(llm.runtime.config, "bfloat16", settings.get("quant", "none"))
+    return {"weights_mib": round(weights / (1 << 20), 1),
             "threads": llm.runtime.threads, "imported_mib": round(imported, 1),
             "loaded_mib": round(peak_memory_mib(), 1)}, answer
 
@@ -237,7 +256,7 @@ def _outside(engine: Engine, case: Case, seed: int) -> dict[str, float]:
 
 
 TASKS = {"start": _start_up, "speed": _speed, "step": _step, "contexts": _contexts, "memory": _memory,
-         "adapters": _adapters}
+         "adapters": _adapters, "four_bits": _four_bits}
 
 if __name__ == "__main__":
     main()

@@ -47,12 +47,14 @@ void deltic_pool_free(deltic_pool *pool);
 
 /* ---- Matrices: the numbers of a GGUF tensor, in the kernels' order, in as many bytes (and rows of padding). */
 
-/* The types, numbered as in GGUF files. */
+/* The types, numbered as in GGUF files as far as these have them. */
 enum {
     DELTIC_F32 = 0, DELTIC_F16 = 1, DELTIC_Q4_0 = 2, DELTIC_Q4_1 = 3, DELTIC_Q5_0 = 6, DELTIC_Q5_1 = 7, DELTIC_Q8_0 = 8,
     DELTIC_Q2_K = 10, DELTIC_Q3_K = 11, DELTIC_Q4_K = 12, DELTIC_Q5_K = 13, DELTIC_Q6_K = 14, DELTIC_IQ4_NL = 20,
     DELTIC_IQ4_XS = 23, DELTIC_BF16 = 30, DELTIC_MXFP4 = 39,
-    DELTIC_INT4 = 1000 /* of keys and values alone: see deltic/ops/kv.py */
+    DELTIC_INT4 = 1000, /* of keys and values alone: see deltic/ops/kv.py */
+    /* which GGUF files do not have: see deltic/loader/four_bits.py */
+    DELTIC_NVFP4 = 1001, DELTIC_INT4_32 = 1002, DELTIC_INT4_64 = 1003, DELTIC_INT4_128 = 1004
 };
 
 /* data: `deltic_packed_bytes` bytes, aligned to 64, filled by deltic_pack. */
@@ -84,7 +86,7 @@ void deltic_copy_rows(const deltic_matrix *from, const int64_t *rows, int64_t co
                       const int64_t *places);
 /* Rows of numbers to rows of blocks as they lie in a GGUF file, of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K; -1
  * for another type or columns that are no multiple of its block. No number may be beyond float16 or NaN. Needs no pool;
- * any thread may call it. */
+ * any thread may call it. Likewise to blocks of NVFP4 and INT4_*. */
 int deltic_quantize(int64_t type, const float *x, int64_t rows, int64_t columns, void *blocks);
 
 /* y [tokens, rows of all parts] = x [tokens, columns] weight^T. Quantized types multiply with activations rounded to
