@@ -23,7 +23,7 @@ DELTIC_INLINE Floats part_of(const uint16_t *from, int64_t count) {
 
 template <int V>
 void dots_of(const uint16_t *rows, int64_t count, int64_t columns, const float *const *x, float *out, int64_t stride) {
-    const int64_t ahead = fetch_ahead();
+    const int64_t ahead = fetch_ahead(false);
     for (int64_t row = 0; row < count; ++row) {
         const uint16_t *w = rows + row * columns;
         Floats sum[V][kSums] = {};
