@@ -99,12 +99,13 @@ def _engines(args: argparse.Namespace) -> list[EngineConfig]:
 def _served(group: WeightGroup, files: ModelFiles, engine: EngineConfig) -> str:
     """How a device has these weights in memory."""
     from deltic.loader.survey import MTP_HEAD, NORMS, VISION
-    from deltic.runner.weights import stays_packed
+    from deltic.runner.weights import stays_packed, stored_types
 
     dtype = activation_dtype(files.config, engine)
     apart = group.kind == VISION or (group.kind == MTP_HEAD and engine.on_gpu)
+    stored = stored_types(files, engine, dtype)
     packed = set() if apart else {stays_packed(files, engine, dtype, group.storage, columns)
-                                  for columns in group.columns}
+                                  or stored.keys() >= {*group.names} for columns in group.columns}
     plain = dtype if engine.quant == "none" or apart or group.kind == NORMS else engine.quant
     return {(True,): "packed", (False, True): f"packed or {plain}"}.get(tuple(sorted(packed)), plain)
 
