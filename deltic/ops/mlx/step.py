@@ -76,7 +76,9 @@ def step(ops: Ops, decoder: DecoderWeights, views: CacheViews
     model = _Model(decoder, views)
     decode = mx.compile(model.decode) if compiles() else None
 
-    def run(batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def run(batch: Batch) -> tuple[Tensor, Tensor | None] | None:
+        if batch.adapters:
+            return None
         plans = _plans(batch, decoder, views)
         turns = Turns.of(TORCH.rope(batch.positions, decoder.rope))
         inputs = _decode_inputs(batch, plans, turns) if decode else None
