@@ -70,7 +70,7 @@ Result = delta.GdnResult | attend.KvResult
 
 
 def step(ops: Ops, decoder: DecoderWeights, views: CacheViews
-         ) -> Callable[[Batch], tuple[Tensor, Tensor | None]] | None:
+         ) -> Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None:
     if not _serves(ops, decoder, views):
         return None
     model = _Model(decoder, views)
