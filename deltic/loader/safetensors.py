@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final, Literal
 
 import torch
@@ -40,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 StoredWeight = torch.Tensor | Float8 | StoredBlocks
-NONE: Final[Mapping[str, BlockType]] = MappingProxyType({})
-"""No weight stays as it is stored in blocks."""
 
 TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -67,14 +64,27 @@ def read_directory(
         yield name, tensor
 
 
+@dataclass(frozen=True, slots=True)
+class KeptWeights:
+    """Weights that stay as they are stored.
+
+    blocks: the types of their blocks, by canonical name. pack: reads a weight in the form of the only device, or
+    returns None.
+    """
+
+    blocks: Mapping[str, BlockType] = field(default_factory=dict)
+    pack: Callable[[str, Source], Weight | None] | None = None
+
+
+NOTHING_KEPT = KeptWeights()
+
+
 def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | Literal["auto"], split: Split,
                progress: Progress | None = None, experts: bool = True, float8: bool = False,
-               blocks: Mapping[str, BlockType] = NONE, pack: Callable[[str, Source], Weight | None] | None = None
-               ) -> Iterator[tuple[int, str, StoredWeight | Weight]]:
+               stays: KeptWeights = NOTHING_KEPT) -> Iterator[tuple[int, str, StoredWeight | Weight]]:
     """Yields each device's part of the tensors of `expected_tensors(config)` in file order: device, name, and tensor,
     contiguous, on the device. experts: include theirs. float8: matrices and stacks stored in float8 stay float8.
-    blocks: weights that stay as they are stored, with the types of their blocks. pack: reads a weight in the form of
-    the only device, or returns None.
+    stays: other weights that stay as they are stored.
 
     Matrices are of `dtype` (`auto`: the config's), norms and decay parameters float32 (`tensor_dtype`). No byte of the
     files is read for several devices, unless they all have it. `progress(done, total)` counts bytes. Peak memory is
@@ -96,8 +106,8 @@ def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | 
     for name, stored in sources.items():
         if name == HEAD and config.tie_word_embeddings:
             continue
-        packed = pack(name, stored) if pack else None
-        type = blocks.get((packed_parts(name) or (name,))[0])
+        packed = stays.pack(name, stored) if stays.pack else None
+        type = stays.blocks.get((packed_parts(name) or (name,))[0])
         if packed is not None:
             yield 0, name, packed
         elif type:
