@@ -24,7 +24,7 @@ LINES = {
     "loader": 8835,
     "model": 1175,
     "ops": 13760,
-    "runner": 4340,
+    "runner": 4375,
     "server": 8675,
     "spec_decode": 1110,
     "vision": 1150,
