@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -161,6 +163,20 @@ def test_l6_answers_are_those_of_each_request_alone(shape: str, backend: str, bu
     answers = drain(engine)
     assert [answers[request.id, 0].tokens for request in requests] == alone(shape, backend)
     assert (engine.scheduler.preemptions > 0) == (pages is not None)
+
+
+def test_an_unloaded_adapter_is_freed_with_the_next_step(tmp_path: Path) -> None:
+    runtime, found = model("dense", BACKENDS[-1]), AdapterSet(model("dense", BACKENDS[-1]))
+    adapter = weakref.ref(found.load("a", random_adapter(tmp_path, runtime.config)).layers[0].products["down"][0].a)
+    engine = Engine(small_runtime(runtime))
+    engine.add(replace(greedy(PROMPTS[0], 5, "a"), adapter=found.find("a")))
+    engine.step()
+    found.unload("a")
+    drain(engine)
+    engine.add(greedy(PROMPTS[1], 1, "b"))
+    drain(engine)
+    gc.collect()
+    assert adapter() is None
 
 
 def test_prefixes_belong_to_an_adapter() -> None:

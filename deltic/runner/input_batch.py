@@ -222,13 +222,19 @@ def _input_embeds(rows: List[PlannedRow], image_rows: ImageRows, device: torch.d
     return InputEmbeds(upload(array("q", places), torch.int64, device), torch.cat(parts))
 
 
-def with_adapters(batch: Batch, rows: List[PlannedRow], adapters: Mapping[str, Adapter]) -> Batch:
-    """Returns the batch of these rows with their adapters, which are given by their identities."""
+def with_adapters(batch: Batch, rows: List[PlannedRow], adapters: Mapping[str, Adapter],
+                  memory: InputBatch | None = None) -> Batch:
+    """Returns the batch of these rows with their adapters, which are given by their identities. memory: as in `build`.
+    """
     if not any(row.adapter for row in rows):
+        if memory:
+            memory.drop_adapters()
         return batch
     places, numbers = {identity: place for place, identity in enumerate(adapters)}, array("q")
     for row in rows:
         numbers.extend([places[row.adapter] if row.adapter else -1] * len(row.tokens))
+    if memory and batch.kept is not None:
+        return memory.adapted(batch, numbers, tuple(adapters.values()))
     found = BatchAdapters(upload(numbers, torch.int64, batch.ids.device), tuple(adapters.values()))
     return replace(batch, adapters=found, memo={}, kept=None)
 
@@ -365,6 +371,9 @@ class InputBatch:
         self._shape: _Shape | None = None
         self._batch: Batch | None = None
         self._numbers, self._appends = array("q"), bytearray()
+        self._plain: Batch | None = None
+        self._adapted: Batch | None = None
+        self._places = array("q")
         self._bucket_numbers = {} if numbers is None else numbers
         self._buckets: dict[BucketKey, _Bucket] = {}
 
@@ -384,6 +393,23 @@ class InputBatch:
             self._batch = _ragged_batch(shape, torch.frombuffer(numbers, dtype=torch.int64),
                                         torch.frombuffer(self._appends, dtype=torch.bool), pages, {})
         return self._batch
+
+
+    def drop_adapters(self) -> None:
+        """Drops the last batch with adapters, which may have been unloaded."""
+        self._plain = self._adapted = None
+
+    def adapted(self, batch: Batch, numbers: array[int], adapters: tuple[Adapter, ...]) -> Batch:
+        """The last batch with these adapters, on the host. numbers: as in `BatchAdapters`."""
+        known = self._adapted.adapters if self._adapted else None
+        if self._adapted and known and batch is self._plain and known.adapters == adapters:
+            self._places[:] = numbers
+            self._adapted.memo.clear()
+        else:
+            self._plain, self._places = batch, numbers
+            found = BatchAdapters(torch.frombuffer(numbers, dtype=torch.int64), adapters)
+            self._adapted = replace(batch, adapters=found, memo={}, kept={})
+        return self._adapted
 
 
 class _Bucket:

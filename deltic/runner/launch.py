@@ -245,7 +245,7 @@ class Launcher:
                           drawn=drawn, memory=self._memory,
                           image_rows=self._pictures.rows if self._pictures else None,
                           verified=runtime.capabilities.verifies)
-            batch = flight.batch = with_adapters(batch, rows, adapters)
+            batch = flight.batch = with_adapters(batch, rows, adapters, self._memory)
             if wanting:
                 found, hidden = runtime.run_hidden(batch)
                 assert hidden is not None
