@@ -243,7 +243,9 @@ def script(seen: Seen) -> str:
     return "Read line by line: " + "line and so on " * 12
 
 
-@pytest.mark.parametrize(("named", "memory"), [(True, "2600KiB"), (True, "1500KiB"), (False, "2600KiB")])
+@pytest.mark.parametrize(("named", "memory"), [
+    pytest.param(True, "2600KiB", marks=pytest.mark.slow), (True, "1500KiB"),
+    pytest.param(False, "2600KiB", marks=pytest.mark.slow)])
 def test_sub_agents_do_not_evict_the_main_line(named: bool, memory: str) -> None:
     """An agent with three sub-agents at a time, a title and a retry, in a cache that holds little more than the main
     line and what runs, or not all that could run. Without the headers the same turns do evict it."""

@@ -64,6 +64,7 @@ def guided(params: str, choice: int = 0) -> Reference:
 # In the engine
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("params", ["greedy", "drawn"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("depth", [0, 1, 4, 12])

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import tiny_texts
+from support import every, tiny_texts
 from torch import Tensor
 
 from deltic.cli.inspect import plan_cache
@@ -232,7 +232,7 @@ def blocks_of(weights: MlpWeights) -> list[Tensor]:
 
 
 @needs_library
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", every(3, SCHEMES))
 def test_a_step_copies_each_layer_to_its_place(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit: the kernels then multiply with the same weights. Matrices are packed in several pieces."""
     monkeypatch.setattr(quantized, "WEIGHTS_PER_PIECE", 1 << 16)
@@ -453,6 +453,7 @@ class FeedForwards(DecodeStep):
 
 
 @needs_library
+@pytest.mark.covering
 @pytest.mark.parametrize(("scheme", "product"), [("none", "product"), ("q4_k", "packed")])
 @pytest.mark.parametrize("compute", ["card", "host"])
 def test_kernels_of_a_step(scheme: str, product: str, compute: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,7 @@ def test_the_positions_matter() -> None:
     assert PROMPT.offset == -22 and float((jumping - plain).abs().max()) > 0.05
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("params", PARAMS)
 @pytest.mark.parametrize("budget", [7, 64, 512])
 @pytest.mark.parametrize("model", MODELS)

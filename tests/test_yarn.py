@@ -160,7 +160,8 @@ def logits_at(session: Session, tokens: torch.Tensor, first: int) -> torch.Tenso
     return session.prefill_assembled(embeddings, places, all_logits=True)
 
 
-@pytest.mark.parametrize("ops", [(), ("torch",), ("reference",)])
+@pytest.mark.parametrize("ops", [(), pytest.param(("torch",), marks=pytest.mark.slow),
+                                 pytest.param(("reference",), marks=pytest.mark.slow)])
 def test_logits_at_far_positions_equal_transformers(far: tuple[Any, Path], ops: tuple[str, ...]) -> None:
     theirs, path = far
     runner = load(str(path), EngineConfig(dtype="float32", memory="64MiB", threads=1, ops=ops, max_context=4096))
