@@ -23,7 +23,7 @@ LINES = {
     "export": 3950,
     "loader": 8250,
     "model": 1170,
-    "ops": 11375,
+    "ops": 11400,
     "runner": 4175,
     "server": 8520,
     "spec_decode": 1110,

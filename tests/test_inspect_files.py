@@ -256,7 +256,7 @@ def loops(handler: BaseHTTPRequestHandler) -> None:
 
 
 def waits(handler: BaseHTTPRequestHandler) -> None:
-    time.sleep(0.6)
+    time.sleep(2)
     handler.close_connection = True
 
 
@@ -266,7 +266,7 @@ def drips(handler: BaseHTTPRequestHandler) -> None:
     handler.end_headers()
     handler.close_connection = True
     with suppress(OSError):  # the client has given up
-        for _ in range(20):
+        for _ in range(100):
             handler.wfile.write(b"{")
             time.sleep(0.05)
 
@@ -297,13 +297,12 @@ def test_errors_of_a_hub_say_what_to_do(hub: LocalHub, inspect: Callable[..., Re
                                         monkeypatch: pytest.MonkeyPatch) -> None:
     publish(hub, SMALL, lambda name: "BF16")
     hub.instead[place] = answer
-    monkeypatch.setattr(ranges, "_TIMEOUT", 0.3)
-    monkeypatch.setattr(ranges, "_PATIENCE", 0.2)
-    monkeypatch.setattr(ranges, "_SLOWEST", 1 << 60)
-    started = time.monotonic()
+    if answer in (waits, drips):
+        monkeypatch.setattr(ranges, "_TIMEOUT", 0.3)
+        monkeypatch.setattr(ranges, "_PATIENCE", 0.2)
+        monkeypatch.setattr(ranges, "_SLOWEST", 1 << 60)
     report = inspect("org/name")
-    assert report.code == 2 and hint in report.error, report.error
-    assert time.monotonic() - started < 5 and len(report.error) < 1500
+    assert report.code == 2 and hint in report.error and len(report.error) < 1500, report.error
 
 
 def test_token_and_offline_mode(hub: LocalHub, inspect: Callable[..., Report], monkeypatch: pytest.MonkeyPatch) -> None:

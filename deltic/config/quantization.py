@@ -29,7 +29,8 @@ PLAIN: Final = Quantization()
 """That of an unquantized checkpoint."""
 _UNQUANTIZED: Final = ("take the unquantized checkpoint (`quant='q4_k'` quantizes it while it is loaded), or a GGUF "
                        "file of the model")
-_ALGORITHMS: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MXFP4", "MXFP8")
+_ALGORITHMS: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "fp8_pb_wo", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "mxfp4",
+                      "MXFP4", "W4A8_MXFP4_FP8", "MXFP8")
 _METHODS: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "fp8": {"fmt": ("e4m3", None), "weight_block_size": ([128, 128], None)},
     "compressed-tensors": {"format": ("float-quantized", "naive-quantized", "nvfp4-pack-quantized",

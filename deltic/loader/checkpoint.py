@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -33,20 +33,25 @@ class CheckpointFiles:
     sizes: bytes of each file.
     read(name, offset, count): returns bytes of a file, fewer at its end, or raises ModelError.
     whole: False allows files that end before the data of their tensors do.
+    parsed: JSON files that were read.
     """
 
     place: Path
     sizes: Mapping[str, int]
     read: Callable[[str, int, int], bytes]
     whole: bool = True
+    parsed: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def json(self, name: str) -> dict[str, Any]:
         """Reads a JSON object. Raises ModelError naming the file."""
+        if name in self.parsed:
+            return self.parsed[name]
         path, size = self.place / name, self.sizes.get(name)
         if size is None or size > _MAX_CONFIG:
             raise ModelError(f"{path} is {'absent' if size is None else 'too large'}; "
                              "is this a complete Hugging Face model?")
-        return parse_json(self.read(name, 0, size), path)
+        self.parsed[name] = parse_json(self.read(name, 0, size), path)
+        return self.parsed[name]
 
     def quantization(self) -> Quantization:
         """Returns how the weights are quantized. Raises ModelError as `read_quantization`."""

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 from torch import Tensor
 
 from deltic.config import DType, GenerationDefaults, ModelConfig
+from deltic.config.quantization import read_quantization
 from deltic.config.vision import ImageConfig, Vision, VisionConfig
 from deltic.errors import ConfigError, ModelError, show
 from deltic.loader.catalog import is_model
@@ -86,7 +87,9 @@ class ModelFiles:
 
     def float8_names(self) -> set[str]:
         """Returns the canonical names of tensors that safetensors store in float8."""
-        return {name for name, source in plan_directory(self._stored, self.config).items() if source.dtype == FLOAT8}
+        plan = plan_directory(self._stored, self.config)
+        names = [name for name, source in plan.items() if source.dtype == FLOAT8]
+        return {part for name in names for part in packed_parts(name) or (name,)}
 
     def load(self, dtype: DType | Literal["auto"], device: str, progress: Progress | None) -> dict[str, Tensor]:
         """Returns the weights by canonical name."""
@@ -267,6 +270,8 @@ def _open_directory(path: Path, weights: InMemory | None, config: Any) -> ModelF
     if not weights and not has_weights(path):
         refuse(path)
     shape, mapping = _read_shape(path, config)
+    if weights:
+        weights = tensors = replace(weights, quantization=read_quantization(mapping))
     if not isinstance(config, ModelConfig) and not shape.tie_word_embeddings and is_tied(tensors, mapping):
         shape = replace(shape, tie_word_embeddings=True)
     generation = path / "generation_config.json"

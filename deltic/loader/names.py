@@ -17,7 +17,7 @@ EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 
 _QUANTIZED: Final = re.compile(
-    r"\.(qweight|qzeros|g_idx|scales|biases|weight_(packed|scale|scale_2|scale_inv|global_scale|shape|zero_point)|SCB|"
+    r"\.(qweight|qzeros|g_idx|scales|biases|weight_(packed|scale|scale_2|global_scale|shape|zero_point)|SCB|"
     r"trellis|pre_quant_scale|weight\.(absmax|quant_\w+|nested_\w+))$")
 """Extra tensors of other quantizations (AWQ, GPTQ, bitsandbytes, compressed-tensors, MLX ...)."""
 _PREFIX: Final = re.compile(r"(model\.language_model\.|language_model\.(?:model\.)?|model\.)?(.*)")
@@ -36,8 +36,9 @@ _LAYER_TENSORS: Final = frozenset({
     "linear_attn.conv1d.weight", "linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight",
     "linear_attn.out_proj.weight",
 })
-_UNUSED_SCALE: Final = re.compile(r"\.(input_(global_)?scale|output_scale|[qkv]_scale|[kv]_global_scale|"
-                                  r"(input|output|[qkv])_zero_point)$")
+_UNUSED_SCALE: Final = re.compile(
+    r"(\.|\.experts\.\w+_proj_)"
+    r"(input_(global_)?scale|output_scale|[qkv]_scale|[kv]_global_scale|(input|output|[qkv])_zero_point)$")
 """Scales of quantized activations, and of keys and values."""
 # Tensors that are not part of the text model: draft head, vision tower, rotary tables, and a convolution bias that some
 # exporters write although the layer has none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from deltic.loader.names import (
     expected_rows,
     expected_tensors,
     is_stack,
+    is_unused_scale,
     packed_parts,
     packed_rows,
     packed_shape,
@@ -30,12 +32,18 @@ from deltic.loader.names import (
 from deltic.loader.tensors import PackedTensor, Source, Stack, StoredTensor, fill
 from deltic.ops.parts import WHOLE, Part, Split, one_device
 
+logger = logging.getLogger(__name__)
+
 Progress = Callable[[int, int], None]
 
 TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _CHUNK: Final = 4 << 20
+"""Values that are read, or dequantized, at a time."""
+_COMPARED_ROWS: Final = 64
+_ROUNDED: Final = 0.3
+"""Relative error of a matrix that is a copy in 4 bits; of one that is no copy it is above 1."""
 _FLOAT16_LIMIT: Final = 65520.0  # the least value that rounds to infinity
 
 
@@ -65,7 +73,12 @@ def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | 
     Raises ModelError naming the tensor that is unknown, missing, doubled or of another shape or dtype, or the file that
     is absent, truncated or corrupt.
     """
-    planned = plan_directory(Path(path) if isinstance(path, str) else path, config)
+    place = Path(path) if isinstance(path, str) else path
+    tensors = find_tensors(place)
+    planned = _plan(place, tensors, config)
+    if unused := sum(map(is_unused_scale, tensors)):
+        logger.info("%d scales of activations, keys and values in %s are not used: activations are not quantized, and "
+                    "`kv_dtype` determines how keys and values are stored", unused, place)
     sources = {name: source for name, source in planned.items() if experts or not is_stack(name)}
     kept: DType = config.dtype if dtype == "auto" else dtype
     total = sum(stored.nbytes for stored in sources.values())
@@ -144,11 +157,16 @@ def _halves(weight: torch.Tensor | Float8) -> tuple[torch.Tensor | Float8, ...]:
 
 def plan_directory(directory: Path | InMemory, config: ModelConfig) -> dict[str, Source]:
     """Locates each tensor by canonical (or packed) name, in file order, and checks everything but the data."""
+    return _plan(directory, find_tensors(directory), config)
+
+
+def _plan(directory: Path | InMemory, found: Mapping[str, Source], config: ModelConfig) -> dict[str, Source]:
+    """Plans these tensors of a directory."""
     expected = expected_tensors(config)
     shapes = {**expected, HEAD: expected[EMBEDDING]}
     named: dict[str, str] = {}
     tensors: dict[str, Source] = {}
-    for stored_name, stored in find_tensors(directory).items():
+    for stored_name, stored in found.items():
         name = canonical(stored_name)
         if name in named:
             raise _twice(name, named[name], stored_name)
@@ -272,10 +290,16 @@ def _check_range(name: str, raw: torch.Tensor, piece: torch.Tensor) -> None:
 
 
 def check_tied(sources: Mapping[str, Source]) -> None:
-    """Raises ModelError unless a redundant tied head, as some exporters write, equals the embedding."""
+    """Raises ModelError unless a redundant tied head, as some exporters write, equals the embedding. Of quantized ones
+    the first rows must be near those of the other."""
     (head,), (embedding,) = sources[HEAD].parts, sources[EMBEDDING].parts
     if isinstance(head, PackedTensor) or isinstance(embedding, PackedTensor):
-        raise _not_tied()
+        rows = Part((slice(0, min(_COMPARED_ROWS, head.shape[0])),))
+        found, wanted = (read_stored(name, sources[name], torch.float32, torch.device("cpu"), rows)
+                         for name in (HEAD, EMBEDDING))
+        if not bool((found - wanted).norm() <= _ROUNDED * wanted.norm()):
+            raise _not_tied()
+        return
     same = head.dtype == embedding.dtype
     with head.open() as left, embedding.open() as right:
         left.seek(head.offset)

@@ -118,7 +118,11 @@ class WeightReader:
         files = self.source.files
         if files and files.gguf and self.packed:
             return packed_sizes(files.gguf, self.source.config, quantized.packed_bytes)
-        return weight_sizes(self.source.config, self.dtype, self._scheme)
+        sizes = weight_sizes(self.source.config, self.dtype, self._scheme)
+        if files and self._scheme == STORED:
+            return {**weight_sizes(self.source.config, self.dtype, "none"),
+                    **{name: sizes[name] for name in sizes.keys() & files.float8_names()}}
+        return sizes
 
     def shard_bytes(self) -> int:
         """Returns the bytes of the text model's weights on the device that has the most."""

@@ -4,8 +4,8 @@ A format is a `WeightFormat` (deltic/loader/tensors.py), listed in FORMATS. To a
 
 1. Name its tensors (`roles`). A role has ends of a tensor's name, and its dtypes. `weight_packed` in the role `codes`
    stands for `X.weight_packed`, and makes a weight `X.weight`; for experts in one tensor, `experts.gate_up_proj`, it
-   is `experts.gate_up_proj_packed`. The names and dtypes of its required tensors tell a format from others;
-   where they do not, `methods` lists the values of `quant_method` that have it.
+   is `experts.gate_up_proj_packed` or `experts.gate_up_proj_weight_packed`. The names and dtypes of its required
+   tensors tell a format from others; where they do not, `methods` lists the values of `quant_method` that have it.
 2. `plan(tensors, quantization, module)` returns the shape of the weight and settings for `read`, from shapes, dtypes
    and the config (`Quantization.settings`; `module` is the weight's name without `.weight`). It reads no data. It
    raises ValueError with the reason if a shape or setting does not fit. Experts in one tensor are handed over one by
@@ -30,7 +30,7 @@ formats by layer need no code.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
@@ -70,7 +70,7 @@ def combine(tensors: Mapping[str, StoredTensor], quantization: Quantization, pro
         else:
             if candidates:
                 with _reported(problems):
-                    raise _incomplete(*candidates[-1], tensors)
+                    raise _incomplete(candidates, tensors)
     found = dict[str, Source]()
     for name, stored in tensors.items():
         weight, source = weights.get(name, (name, stored))
@@ -138,25 +138,31 @@ def _names(weight: str, role: Role) -> Iterator[str]:
     for suffix in role.suffixes:
         if weight.endswith(f".{_WEIGHT}"):
             yield weight.removesuffix(_WEIGHT) + suffix
-        else:
-            yield weight + (suffix.removeprefix(_WEIGHT) if suffix.startswith(_WEIGHT) else f"_{suffix}")
+            continue
+        if suffix.startswith(_WEIGHT):
+            yield weight + suffix.removeprefix(_WEIGHT)
+        yield f"{weight}_{suffix}"
 
 
 def _names_of(format: WeightFormat, weight: str, tensors: Mapping[str, StoredTensor]) -> dict[str, str] | None:
     """Returns the names of a weight's tensors by role; None if a required one is absent or of another dtype."""
+    found = _present(format, weight, tensors)
+    return found if all(key in found for key, role in format.roles.items() if role.required) else None
+
+
+def _present(format: WeightFormat, weight: str, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Returns the names of a weight's tensors that have dtypes of their roles."""
     found = dict[str, str]()
     for key, role in format.roles.items():
-        name = next((name for name in _names(weight, role)
-                     if name in tensors and tensors[name].dtype in role.dtypes), None)
-        if name is not None:
-            found[key] = name
-        elif role.required:
-            return None
+        for name in _names(weight, role):
+            if name in tensors and tensors[name].dtype in role.dtypes:
+                found.setdefault(key, name)
     return found
 
 
-def _incomplete(format: WeightFormat, weight: str, tensors: Mapping[str, StoredTensor]) -> ModelError:
-    """Returns the error about the first required tensor that a weight lacks."""
+def _incomplete(candidates: Sequence[tuple[WeightFormat, str]], tensors: Mapping[str, StoredTensor]) -> ModelError:
+    """Returns the error about the first required tensor that a weight lacks, in the format that fits best."""
+    format, weight = max(reversed(candidates), key=lambda each: len(_present(each[0], each[1], tensors)))
     for key, role in format.roles.items():
         names = [*_names(weight, role)]
         given = [tensors[name] for name in names if name in tensors]

@@ -52,9 +52,8 @@ PREFIX_GRAIN = 1024
 each length."""
 _PREPARED = 4
 """Prefix pieces, in grains, and sides of squares behind them, for which kernels are built before the first request."""
-_PRODUCT_STEP, _LARGE_PRODUCT = 128, 2048
-"""cuBLAS chooses its kernel for a product by the number of tokens, and loads it at first use. A warm-up tries every
-multiple of _PRODUCT_STEP tokens up to _LARGE_PRODUCT, then of four times as many."""
+_EXACT_ROWS, _PRODUCT_ROWS = 256, 128
+"""Products of more tokens than _EXACT_ROWS have a multiple of _PRODUCT_ROWS rows."""
 MOST_TOKENS = 65535
 """Tokens of a step: blocks of a grid's second axis."""
 _LINE, _STAGES = 72, 3
@@ -388,6 +387,28 @@ def _decode_rows(batch: Batch) -> Batch:
     )
 
 
+# Products
+
+
+def padded_rows(tokens: int) -> int:
+    """Returns the number of rows that cuBLAS multiplies for so many tokens. It chooses a kernel by this number, which
+    takes milliseconds at first use, so that long prompts share few numbers, which a warm-up tries."""
+    return tokens if tokens <= _EXACT_ROWS else -(-tokens // _PRODUCT_ROWS) * _PRODUCT_ROWS
+
+
+def empty_rows(tokens: int, width: int, device: torch.device) -> Tensor:
+    """Returns a tensor [tokens, width] bf16 with memory for `padded_rows`."""
+    return torch.empty(padded_rows(tokens), width, dtype=torch.bfloat16, device=device)[:tokens]
+
+
+def padded(x: Tensor) -> Tensor:
+    """Returns x [T, columns] with `padded_rows` rows if its memory has them. Further rows hold anything."""
+    rows, columns = padded_rows(len(x)), x.shape[1]
+    needed = (x.storage_offset() + rows * columns) * x.element_size()
+    fits = x.is_contiguous() and needed <= x.untyped_storage().nbytes()
+    return x.as_strided((rows, columns), (columns, 1)) if fits else x
+
+
 class PrefillStep:
     """Computes the logits [L, V] of a batch and, if they are wanted, all hidden states [T, H] float32."""
 
@@ -400,12 +421,11 @@ class PrefillStep:
         """As `PreparesPrompts`."""
         if self._attend and self._shapes.attention:
             self._attend.prepare(self._shapes.attention, self._device, most)
-        tokens = [*range(_PRODUCT_STEP, min(most, _LARGE_PRODUCT), _PRODUCT_STEP),
-                  *range(_LARGE_PRODUCT, most, 4 * _PRODUCT_STEP), most]
+        rows = padded_rows(most)
         for weight in self._products():
             blocks = weight if isinstance(weight, tuple) else (weight,)
-            x = torch.zeros(most, blocks[0].shape[1], dtype=torch.bfloat16, device=self._device)
-            for count in tokens:
+            x = torch.zeros(rows, blocks[0].shape[1], dtype=torch.bfloat16, device=self._device)
+            for count in range(_PRODUCT_ROWS, rows + 1, _PRODUCT_ROWS):
                 self._step.linear(x[:count], weight)
 
     def _products(self) -> Iterator[Weight]:
@@ -450,7 +470,7 @@ class PrefillStep:
             return torch.empty(shape, dtype=dtype, device=device)
 
         width = max(spec.values if spec else 1, attention.queries if attention else 1)
-        y = empty(batch.layout.tokens * width)
+        y = empty(padded_rows(batch.layout.tokens) * width)
         chunks = None
         if spec and plan.rows:
             count, heads = plan.count, plan.count * spec.value_heads
