@@ -134,9 +134,10 @@ def check_weights(written: Written) -> None:
 
 
 def check_logits(written: Written) -> None:
-    """Those of transformers with these numbers."""
-    ours = load(str(written.place), EngineConfig(dtype="float32", memory="8MiB", threads=1))
-    tokens = torch.randint(0, ours.config.vocab_size - 8, (40,), generator=torch.Generator().manual_seed(3))
+    """Those of transformers with these numbers. Of all ops the reference rounds least, like transformers itself."""
+    options = EngineConfig(dtype="float32", memory="8MiB", threads=1, ops=("reference",))
+    ours = load(str(written.place), options)
+    tokens = torch.randint(0, ours.config.vocab_size - 8, (24,), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         expected = written.theirs(tokens[None], use_cache=False).logits[0].float()
     found = session_over(ours, batch=2, budget=512).prefill(tokens.tolist(), all_logits=True)

@@ -539,8 +539,8 @@ def every(step: int, values: Iterable[Any]) -> list[Any]:
 
 
 def examples(count: int) -> int:
-    """Examples that hypothesis makes: so many in `make test-all`, a quarter of them in the quick suite."""
-    return count if os.environ.get("DELTIC_TEST_SLOW") else count // 4
+    """Examples that hypothesis makes: so many in `make test-all`, an eighth of them in the quick suite."""
+    return count if os.environ.get("DELTIC_TEST_SLOW") else count // 8
 
 
 def pairs(values: tuple[object, ...]) -> set[tuple[int, object, int, object]]:

@@ -51,7 +51,12 @@ WHOLE: dict[str, Callable[[Card], Shapes]] = {
     "tiny": partial(shapes_of, "tiny")}
 
 
-@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+QUICK = [pytest.param(card, id=name, marks=() if name in ("sm_86", "sm_90") else pytest.mark.slow)
+         for name, card in CARDS.items()]
+"""The smallest shared memory, and the largest with instructions of its own."""
+
+
+@pytest.mark.parametrize("card", QUICK)
 def test_a_few_kernels_compile(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shapes = few_kernels(card)
@@ -85,7 +90,7 @@ def test_small_kernels_compile(card: Card, tmp_path: Path, monkeypatch: pytest.M
             check(text, small)
 
 
-@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+@pytest.mark.parametrize("card", QUICK)
 def test_sums_over_devices_compile(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for devices in (2, 4, 8):

@@ -24,12 +24,13 @@ from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, ModelConfig
 from deltic.engine.loading import load
 from deltic.errors import ModelError
 from deltic.export.program import hf_config
+from deltic.loader.checkpoint import directory_checkpoint
 from deltic.loader.dummy import random_head, random_weights
 from deltic.loader.files import find_tensors
 from deltic.loader.formats.fp8 import Float8
 from deltic.loader.gguf.convert import convert
 from deltic.loader.model_files import ModelFiles, open_model
-from deltic.loader.mtp_head import directory_checkpoint, extract_head, find_head, load_stored_head
+from deltic.loader.mtp_head import extract_head, find_head, load_stored_head
 from deltic.loader.tensors import PackedTensor
 from deltic.model.tensor_parallel import WeightSplitter
 from deltic.ops import select
@@ -153,9 +154,10 @@ def mixture() -> ModelConfig:
 CONFIGS = {"dense": shape(), "experts": mixture()}
 
 
-def write(place: Path, config: ModelConfig, form: str, layout: str = "one by one") -> dict[str, Tensor]:
+def write(place: Path, config: ModelConfig, form: str | tuple[Form, dict[str, Any]], layout: str = "one by one"
+          ) -> dict[str, Tensor]:
     """Writes a checkpoint, and returns its numbers by canonical name. layout: of experts, also `stacks`."""
-    quantize, settings = FORMS[form]
+    quantize, settings = FORMS[form] if isinstance(form, str) else form
     generator, stored, numbers = torch.Generator().manual_seed(1), dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in {**random_weights(config, "bfloat16"), **random_head(config, "bfloat16")}.items():
         kept = tensor.dim() < 2 or "proj" not in name or name.endswith((".in_proj_a.weight", ".in_proj_b.weight"))

@@ -15,22 +15,22 @@ LINES = {
     ".": 2040,
     "cache": 6000,
     "chat": 7115,
-    "cli": 5910,
+    "cli": 5920,
     "cluster": 1725,
     "config": 2050,
     "embeddings": 2600,
     "engine": 3775,
     "export": 3950,
-    "loader": 8250,
-    "model": 1170,
-    "ops": 11400,
-    "runner": 4175,
+    "loader": 8320,
+    "model": 1175,
+    "ops": 13460,
+    "runner": 4265,
     "server": 8520,
     "spec_decode": 1110,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 297
+FILES_AT_MOST = 312
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

@@ -401,7 +401,7 @@ def test_broken_checkpoints_named(change: dict[str, torch.Tensor | None], match:
         open_model(tmp_path, progress=False).load("float32", "cpu", None)
 
 
-@pytest.mark.parametrize("change", [{"quant_method": "gptq"}, {"weight_block_size": [64, 128]}, {"fmt": "e5m2"},
+@pytest.mark.parametrize("change", [{"quant_method": "hqq"}, {"weight_block_size": [64, 128]}, {"fmt": "e5m2"},
                                     {"quant_method": None}, {"quant_method": ["fp8"]},
                                     {"quant_algo": "NVFP4_SVD", "quant_method": "modelopt"},
                                     {"format": "marlin-24", "quant_method": "compressed-tensors"},

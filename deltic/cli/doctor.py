@@ -204,6 +204,18 @@ def _reinstall() -> str:
     return "pip install --force-reinstall --no-deps PATH (the directory or wheel it came from)"
 
 
+def check_mlx(args: argparse.Namespace) -> Finding | None:
+    """Checks that models use the GPU of a Mac."""
+    from deltic.ops.capabilities import is_apple_silicon, mlx_facts
+
+    if not is_apple_silicon():
+        return None
+    facts = mlx_facts()
+    if isinstance(facts, str):
+        return Finding.of("mlx", f"models run on the CPU: {facts}", ("warning", "pip install 'deltic[mlx]'"))
+    return Finding.of("mlx", f"MLX {facts[0]} on {facts[1]}: the default device is mlx")
+
+
 def check_operations(args: argparse.Namespace) -> Finding:
     """Lists the backend of each operation on the default device."""
     from deltic.ops import capabilities, explain, select
@@ -406,5 +418,5 @@ def check_answer(args: argparse.Namespace) -> Finding:
                                 f"{timing.end - timing.started:.2f} s; {drafts})", *faults)
 
 
-CHECKS: tuple[Check, ...] = (check_python, check_torch, check_kernels, check_operations, check_threads, check_load,
-                             check_memory, check_hub, check_model, check_answer)
+CHECKS: tuple[Check, ...] = (check_python, check_torch, check_kernels, check_mlx, check_operations, check_threads,
+                             check_load, check_memory, check_hub, check_model, check_answer)

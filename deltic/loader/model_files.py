@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,12 +97,14 @@ class ModelFiles:
         return {name: tensor for _, name, tensor in found if isinstance(tensor, Tensor)}
 
     def parts(self, dtype: DType | Literal["auto"], split: Split, progress: Progress | None = None,
-              experts: bool = True, float8: bool = False) -> Iterator[tuple[int, str, Tensor | Float8]]:
+              experts: bool = True, float8: bool = False,
+              pack: Callable[[str, Source], Weight | None] | None = None
+              ) -> Iterator[tuple[int, str, Weight | Float8]]:
         """Yields each device's part of the weights in file order: device, name, and tensor on the device. experts:
-        include theirs. float8: weights stored in float8 stay float8."""
+        include theirs. float8: weights stored in float8 stay float8. pack: as in `read_parts`."""
         if self.gguf is not None:
             return read_file_parts(self.gguf, self.config, dtype, split, progress)
-        return read_parts(self._stored, self.config, dtype, split, progress, experts, float8)
+        return read_parts(self._stored, self.config, dtype, split, progress, experts, float8, pack)
 
     def load_packed(self, forms: Sequence[PackedForm], split: Split, progress: Progress | None = None,
                     experts: bool = True) -> list[dict[str, Weight]]:

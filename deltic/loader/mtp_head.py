@@ -123,7 +123,7 @@ def _heads(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, Sourc
     return _canonical(combine(found, checkpoint.quantization())) if found else {}
 
 
-def _check_head(place: Path | InMemory, stored: Mapping[str, Source], config: ModelConfig) -> None:
+def _check_head(place: Path | InMemory, stored: dict[str, Source], config: ModelConfig) -> None:
     expected = expected_head(config)
     shapes = {**expected, **optional_head(config)}
     served = [part for name in stored for part in packed_parts(name) or (name,)]
@@ -132,7 +132,8 @@ def _check_head(place: Path | InMemory, stored: Mapping[str, Source], config: Mo
             raise ModelError(f"{tensor.path}: tensor {name[:200]!r} has no place in a multi-token-prediction head of "
                              "this model; take a head that is not quantized and belongs to the model")
         try:
-            check_stored(name, tensor, packed_shape(name, config) if packed_parts(name) else shapes[name])
+            shape = packed_shape(name, config) if packed_parts(name) else shapes[name]
+            stored[name] = check_stored(name, tensor, shape)
         except ModelError as error:
             raise ModelError(f"{tensor.path}: {error}") from error
     twice = [part for part in served if served.count(part) > 1]

@@ -31,6 +31,7 @@ from deltic.loader.names import (
 )
 from deltic.loader.tensors import PackedTensor, Source, Stack, StoredTensor, fill
 from deltic.ops.parts import WHOLE, Part, Split, one_device
+from deltic.ops.types import Weight
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +62,12 @@ def read_directory(
 
 
 def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | Literal["auto"], split: Split,
-               progress: Progress | None = None, experts: bool = True, float8: bool = False
-               ) -> Iterator[tuple[int, str, torch.Tensor | Float8]]:
+               progress: Progress | None = None, experts: bool = True, float8: bool = False,
+               pack: Callable[[str, Source], Weight | None] | None = None
+               ) -> Iterator[tuple[int, str, Weight | Float8]]:
     """Yields each device's part of the tensors of `expected_tensors(config)` in file order: device, name, and tensor,
-    contiguous, on the device. experts: include theirs. float8: matrices and stacks stored in float8 stay float8.
+    contiguous, on the device. experts: include theirs. float8: matrices and stacks stored in float8 stay float8. pack:
+    reads a weight in the form of the only device, or returns None.
 
     Matrices are of `dtype` (`auto`: the config's), norms and decay parameters float32 (`tensor_dtype`). No byte of the
     files is read for several devices, unless they all have it. `progress(done, total)` counts bytes. Peak memory is
@@ -86,7 +89,12 @@ def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | 
     for name, stored in sources.items():
         if name == HEAD and config.tie_word_embeddings:
             continue
-        yield from _parts_of(name, stored, config, kept, split, float8)
+        packed = pack(name, stored) if pack else None
+        if packed is None:
+            yield from _parts_of(name, stored, config, kept, split, float8)
+        else:
+            yield 0, name, packed
+        del packed
         done += stored.nbytes
         if progress is not None:
             progress(done, total)
@@ -183,7 +191,8 @@ def _plan(directory: Path | InMemory, found: Mapping[str, Source], config: Model
             if part in served:
                 raise _twice(part, served[part], stored_name)
             served[part] = stored_name
-        check_stored(stored_name, source, packed_shape(name, config) if packed_parts(name) else shapes[name])
+        shape = packed_shape(name, config) if packed_parts(name) else shapes[name]
+        sources[name] = check_stored(stored_name, source, shape)
     _check_complete(directory, expected, served)
     return sources
 
@@ -192,14 +201,16 @@ def _twice(name: str, first: str, second: str) -> ModelError:
     return ModelError(f"tensor {name!r} is given twice, as {first!r} and {second!r}; keep the files of one revision")
 
 
-def check_stored(name: str, stored: Source, shape: Shape) -> None:
-    """Raises ModelError naming the tensor unless it has this shape and a supported dtype."""
+def check_stored(name: str, stored: Source, shape: Shape) -> Source:
+    """Returns the tensor in this shape. Raises ModelError naming it if it has another one or an unsupported dtype."""
+    stored = stored.shaped(shape)
     if stored.shape != shape:
         raise ModelError(f"tensor {name!r} has shape {list(stored.shape)}, config.json requires "
                          f"{list(shape)}; take the config.json that belongs to the weights")
     if stored.dtype not in _STORED_DTYPES and not isinstance(stored.parts[0], PackedTensor):
         raise ModelError(f"tensor {name!r} is stored as {stored.dtype[:20]}; F32, BF16, F16 and quantized weights with "
                          "their scales can be read, so use the unquantized checkpoint")
+    return stored
 
 
 def _check_complete(directory: Path | InMemory, expected: dict[str, Shape], served: dict[str, str]) -> None:
@@ -247,7 +258,7 @@ def _read_part(name: str, stored: StoredTensor | PackedTensor, result: torch.Ten
 def _read_packed(name: str, stored: PackedTensor, result: torch.Tensor) -> None:
     """Reads and dequantizes a weight, some rows at a time."""
     rows = result.view(stored.shape)
-    step = max(1, _CHUNK * len(rows) // max(1, result.numel()))
+    step = max(1, _CHUNK // 4 * len(rows) // max(1, result.numel()))  # temporaries have several times that size
     source = stored.loaded()
     for first in range(0, len(rows), step):
         piece = rows[first:first + step]

@@ -6,6 +6,7 @@ import ctypes
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self
 
@@ -57,6 +58,10 @@ class StoredTensor:
     def stored(self) -> tuple[StoredTensor, ...]:
         """The tensor itself, as the only one that it consists of."""
         return (self,)
+
+    def shaped(self, shape: Shape) -> StoredTensor:
+        """Returns the tensor; its shape is known."""
+        return self
 
     def rows(self, first: int, end: int) -> StoredTensor:
         """Locates the entries [first, end) of the first axis."""
@@ -174,6 +179,11 @@ class PackedTensor:
         """Locates the entries [first, end) of the first axis."""
         return replace(self, shape=(end - first, *self.shape[1:]), first=self.first + first)
 
+    def shaped(self, shape: Shape) -> PackedTensor:
+        """Returns the weight in a shape, if its format knows only how many numbers it has (one more if that is odd)."""
+        fits = len(self.shape) == 1 < len(shape) and self.shape[0] == prod(shape) + prod(shape) % 2
+        return replace(self, shape=shape) if fits else self
+
     def loaded(self) -> PackedTensor:
         """Reads what cannot be read by rows."""
         if self.format.by_rows:
@@ -213,6 +223,10 @@ class Stack:
     def stored(self) -> tuple[StoredTensor, ...]:
         """The tensors that it consists of."""
         return tuple(stored for part in self.parts for stored in part.stored)
+
+    def shaped(self, shape: Shape) -> Stack:
+        """Returns the parts in the shape of an entry, as `PackedTensor.shaped`."""
+        return Stack(tuple(part.shaped(shape[1:]) for part in self.parts))
 
     def rows(self, first: int, end: int) -> Stack:
         """Locates the entries [first, end)."""

@@ -83,8 +83,7 @@ def plan_tower(directory: Path | InMemory, config: VisionConfig) -> dict[str, So
                              "(`vision=False`)")
         if name in found:
             raise ModelError(f"tensor {name!r} is given twice; keep the files of one revision")
-        check_stored(stored_name, stored, expected[name])
-        found[name] = stored
+        found[name] = check_stored(stored_name, stored, expected[name])
     missing = [name for name in expected if name not in found]
     if found and missing:
         raise ModelError(f"{len(missing)} tensors of the vision tower are missing in {directory}, such as "

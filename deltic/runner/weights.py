@@ -4,12 +4,12 @@ at load."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from deltic.config import DTYPE_BYTES, DType, EngineConfig, GenerationDefaults, 
 from deltic.config.families import FAMILIES
 from deltic.errors import ConfigError, ModelError
 from deltic.loader.formats.fp8 import FLOAT8, Float8
+from deltic.loader.gguf.affine import affine_rows
 from deltic.loader.gguf.blocks import BY_NAME
 from deltic.loader.gguf.load import (
     down_units,
@@ -33,12 +34,13 @@ from deltic.loader.model_files import ModelFiles
 from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, packed_parts, tensor_dtype
 from deltic.loader.quantize import FP8, STORED, quantize_parts, quantize_tower, quantized_bytes, quantized_units
 from deltic.loader.safetensors import Progress
+from deltic.loader.tensors import Source
 from deltic.loader.vision import expected_tower
 from deltic.model.draft_vocabulary import Tokens, draftable
 from deltic.model.tensor_parallel import WeightSplitter, check_degree
 from deltic.model.vision_tower import build_tower
-from deltic.ops import Ops
-from deltic.ops.capabilities import verifies_drafts
+from deltic.ops import Ops, select
+from deltic.ops.capabilities import device_kind, verifies_drafts
 from deltic.ops.cpu import missing
 from deltic.ops.cuda import quantized
 from deltic.ops.cuda.expert_offload import PinnedExpertStore, pinned_form
@@ -108,7 +110,7 @@ class WeightReader:
         in_files = files if files and not files.weights else None
         check_experts(in_files, source.config, options, dtype, self.packed or quantizes)
         self._here = beside_card(options) or not options.offloads_experts
-        self._forms = [packed_form(options, device) for device in options.devices]
+        self._forms = forms_of(options, dtype)
         self._units = self._slice_units() if options.shards > 1 else {}
         self._split = WeightSplitter(source.config, options.shards, self.tiled, self._units, bool(options.on_gpu)).over(
             options.devices)
@@ -172,11 +174,21 @@ class WeightReader:
             return files.load_packed(self._forms, self._split, self._progress, self._here), None
         store = plain_store(config, options) if beside_card(options) and options.quant == "none" else None
         found: list[dict[str, Weight]] = [{} for _ in self._forms]
-        for device, name, tensor in self._plain():
-            assert isinstance(tensor, Tensor)
-            if not (store and store.take(name, tensor)):
+        for device, name, tensor in self._plain(pack=self._stored_form()):
+            assert not isinstance(tensor, Float8)
+            if not isinstance(tensor, Tensor):
+                found[device][name] = tensor
+            elif not (store and store.take(name, tensor)):
                 found[device][name] = self._forms[device].put(name, tensor)
         return found, store
+
+    def _stored_form(self) -> Callable[[str, Source], Weight | None] | None:
+        """Returns what reads weights that stay as they are stored in safetensors; None if none do."""
+        if device_kind(self.options.device) != "mlx" or self.options.packed_weights == "off":
+            return None
+        from deltic.runner.mlx_weights import StoredMatrices
+
+        return StoredMatrices(getattr(torch, self.dtype)).read
 
     def _placed_form(self, form: PackedForm, layers: LayerPlan) -> PackedForm:
         """Returns the form of a device's matrices, with another one for those that stay in host memory."""
@@ -232,26 +244,34 @@ class WeightReader:
             return None
         packs = not options.on_gpu and not missing()  # torch, which serves towers on a GPU, needs plain numbers
         form = host_form() if packs and options.packed_weights != "off" else None
-        weights, vision = files.load_tower(self.dtype, options.device, form), files.vision
+        weights, vision = files.load_tower(self.dtype, options.devices[0], form), files.vision
         if weights is None or vision is None:
             return None
         if packs and options.quant != "none":
             weights = quantize_tower(weights)
-        tower = build_tower(vision.tower, weights, self.ops, getattr(torch, self.dtype))
+        tower = build_tower(vision.tower, weights, self._tower_ops(), getattr(torch, self.dtype))
 
         def encode(pixels: Pixels) -> Generator[None, None, Tensor]:
-            patches = torch.from_numpy(patches_of(pixels, vision.pictures, vision.tower)).to(options.device)
+            patches = torch.from_numpy(patches_of(pixels, vision.pictures, vision.tower)).to(options.devices[0])
             return tower.encode(patches, [pixels.grid])
 
         return encode
 
-    def _plain(self, float8: bool = False) -> Iterator[tuple[int, str, Tensor | Float8]]:
-        """float8: weights that are stored in it stay."""
+    def _tower_ops(self) -> Ops:
+        """Returns the ops of the vision tower: those of the model, or of the CPU if the model's serve none."""
+        options = self.options
+        if device_kind(options.device) != "mlx":
+            return self.ops
+        return select((), "cpu", options.cpu_level, options.threads_for(self.source.config.parameter_count))
+
+    def _plain(self, float8: bool = False, pack: Callable[[str, Source], Weight | None] | None = None
+               ) -> Iterator[tuple[int, str, Any]]:
+        """float8: weights that are stored in it stay. pack: as in `read_parts`."""
         source = self.source
         if source.random:
             return self._split.cut(source.random.tensors(source.config, self.dtype, self.options.devices[0]))
         assert source.files
-        return source.files.parts(self.dtype, self._split, self._progress, self._here, float8)
+        return source.files.parts(self.dtype, self._split, self._progress, self._here, float8, pack)
 
     def _slice_units(self) -> dict[str, int]:
         """Returns the columns that slices of each packed `down` of a feed-forward are multiples of."""
@@ -331,6 +351,15 @@ def largest_part(sizes: Mapping[str, int], config: ModelConfig, split: Split) ->
     return max(found)
 
 
+def forms_of(options: EngineConfig, dtype: DType) -> list[PackedForm]:
+    """Returns the form of quantized matrices on each device. dtype: of activations."""
+    if device_kind(options.device) == "mlx":
+        from deltic.ops.mlx.quantized import packed_form as mlx_form
+
+        return [mlx_form(getattr(torch, dtype), affine_rows)]
+    return [packed_form(options, device) for device in options.devices]
+
+
 def packed_form(options: EngineConfig, device: str) -> PackedForm:
     """Returns the form of quantized matrices that the kernels of one of the devices read."""
     if not options.on_gpu:
@@ -342,6 +371,8 @@ def packed_form(options: EngineConfig, device: str) -> PackedForm:
 
 def not_packed(options: EngineConfig, config: ModelConfig, dtype: DType) -> str | None:
     """Returns the reason why matrices cannot stay quantized; None if they can."""
+    if device_kind(options.device) == "mlx":
+        return None
     if not options.on_gpu:
         return missing().get("step")
     if dtype != "bfloat16":
@@ -365,7 +396,7 @@ def keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool
         return False
     config, on = files.config, options.packed_weights == "on"
     reason = not_packed(options, config, dtype)
-    form = packed_form(options, options.device)
+    form = forms_of(options, dtype)[0]
     if reason is None and options.on_gpu and (types := unserved_experts(files.gguf, form)):
         reason = f"on a GPU the kernels know no experts of type {', '.join(types)}"
     if reason and on:

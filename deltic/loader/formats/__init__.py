@@ -37,10 +37,11 @@ from typing import Final
 
 from deltic.config.quantization import Quantization
 from deltic.errors import ModelError
-from deltic.loader.formats import fp4, fp8
+from deltic.loader.formats import bitsandbytes, fp4, fp8, integers, mlx
 from deltic.loader.tensors import PackedTensor, Role, Source, Stack, StoredTensor, WeightFormat
 
-FORMATS: Final[tuple[WeightFormat, ...]] = (*fp4.FORMATS, *fp8.FORMATS)
+FORMATS: Final[tuple[WeightFormat, ...]] = (
+    *fp4.FORMATS, *fp8.FORMATS, *integers.FORMATS, *mlx.FORMATS, *bitsandbytes.FORMATS)
 """Formats by priority."""
 _WEIGHT: Final = "weight"
 _EXPERTS: Final = re.compile(r"\.experts\.(gate_up|gate|up|down)_proj$")
@@ -50,7 +51,8 @@ _SINGLE: Final = ((), (1,))
 
 def combine(tensors: Mapping[str, StoredTensor], quantization: Quantization, problems: list[str] | None = None
             ) -> dict[str, Source]:
-    """Combines the tensors of quantized weights, each weight at the place of its codes. Other tensors stay.
+    """Combines the tensors of quantized weights, each weight at the place of its codes. Other tensors stay. Tensors of
+    MLX get the names and the layout of Hugging Face.
 
     problems: gets the message about each weight that cannot be read, instead of an error about the first.
     Raises ModelError naming a weight with missing or unsupported tensors, or one that is there twice.
@@ -79,7 +81,7 @@ def combine(tensors: Mapping[str, StoredTensor], quantization: Quantization, pro
                              "revision")
         if name in weights or name not in used:
             found[weight] = source
-    return found
+    return mlx.from_mlx(found)
 
 
 @contextmanager
@@ -197,12 +199,13 @@ def _packed(format: WeightFormat, weight: str, parts: Mapping[str, StoredTensor]
 
 
 def _experts(parts: Mapping[str, StoredTensor], count: int) -> Iterator[dict[str, StoredTensor]]:
-    """Yields the tensors of each expert. Tensors of a single number belong to all of them."""
+    """Yields the tensors of each expert. Tensors of a single number, and the shape of all, belong to all of them."""
+    shared = {role: stored for role, stored in parts.items() if stored.shape in _SINGLE or role == "shape"}
     for role, stored in parts.items():
-        if stored.shape not in _SINGLE and stored.shape[0] != count:
+        if role not in shared and stored.shape[0] != count:
             raise ValueError(f"{role} of shape {list(stored.shape)} for {count} experts")
     for index in range(count):
-        yield {role: stored if stored.shape in _SINGLE else _entry(stored, index) for role, stored in parts.items()}
+        yield {role: shared.get(role) or _entry(stored, index) for role, stored in parts.items()}
 
 
 def _entry(stored: StoredTensor, index: int) -> StoredTensor:

@@ -96,7 +96,7 @@ def _check_range(values: Floats, type: BlockType) -> None:
 
 
 def _pack(q: Bytes, bits: int, run: int) -> Bytes:
-    """Packs the low `bits` (1, 2 or 4) of every number: [n, count] -> [n, count * bits / 8]; see `blocks._fields`."""
+    """Packs the low `bits` (1, 2 or 4) of every number: [n, count] -> [n, count * bits / 8]; see `blocks.fields_of`."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     fields = (q & np.uint8((1 << bits) - 1)).reshape(len(q), -1, 8 // bits, run)
     return np.asarray(np.bitwise_or.reduce(fields << shifts, axis=2).reshape(len(q), -1))
@@ -183,7 +183,7 @@ def _in_units(parts: Floats, most: int) -> tuple[NDArray[np.float16], Bytes]:
 
 
 def _twelve_bytes(scales: Bytes, minima: Bytes) -> Bytes:
-    """Packs scales and minima of six bits, [n, 8] each, for `blocks._six_bits`."""
+    """Packs scales and minima of six bits, [n, 8] each, for `blocks.six_bits`."""
     four, six, low = np.uint8(4), np.uint8(6), np.uint8(15)
     tops = [part[:, :4] | part[:, 4:] >> four << six for part in (scales, minima)]
     return np.concatenate([*tops, scales[:, 4:] & low | (minima[:, 4:] & low) << four], axis=1)

@@ -17,6 +17,7 @@ from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda import prefill, quantized_product
 from deltic.ops.cuda.card import card_of
+from deltic.ops.cuda.cublas_rows import empty_rows, padded
 from deltic.ops.cuda.driver import load_module, why_not_compiled
 from deltic.ops.cuda.kernel_config import (
     ADD,
@@ -457,7 +458,7 @@ class DecodeStep:
         """Returns the inner activations [T, columns] bf16 of a feed-forward of many tokens."""
         both = self.linear(x, weights.gate_up)
         tokens, width = both.shape[0], both.shape[1] // 2
-        gated = prefill.empty_rows(tokens, width, both.device)
+        gated = empty_rows(tokens, width, both.device)
         self._module.launch("k_gate", (-(-width // 2048), tokens), 256, args.GateArgs(x=both, y=gated, width=width))
         return gated
 
@@ -475,7 +476,7 @@ class DecodeStep:
         """Multiplies x [T, columns] bf16 with cuBLAS. A quantized weight is dequantized for the call, piece by piece.
         Returns [T, rows] in `dtype`."""
         parts, tokens = self._shapes.parts.get(id(weight)), len(x)
-        x = prefill.padded(x)
+        x = padded(x)
         if not parts:
             assert isinstance(weight, Tensor)
             return (F.linear(x, weight) if dtype == x.dtype else torch.mm(x, weight.t(), out_dtype=dtype))[:tokens]
@@ -508,7 +509,7 @@ class DecodeStep:
 
     def normed(self, residual: Tensor, delta: Tensor | None, scale: Tensor, wide: Tensor | None = None) -> Tensor:
         """Adds delta to the residual; returns the norm [T, H] bf16. wide [T, H] float32: receives the norm too."""
-        y = prefill.empty_rows(len(residual), self.hidden, self._device)
+        y = empty_rows(len(residual), self.hidden, self._device)
         self._module.launch("k_add_norm", (y.shape[0],), 256, args.AddNormArgs(
             residual=residual, delta=delta, scale=scale, y=y, wide=wide, eps=self.decoder.eps, hidden=self.hidden))
         return y

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.card import Card, card_of
+from deltic.ops.cuda.cublas_rows import PRODUCT_ROWS, padded_rows
 from deltic.ops.cuda.driver import Module, entry, headers, load_module
 from deltic.ops.cuda.kernel_config import Shapes, state_header
 from deltic.ops.cuda.staging import on_device
@@ -52,8 +53,6 @@ PREFIX_GRAIN = 1024
 each length."""
 _PREPARED = 4
 """Prefix pieces, in grains, and sides of squares behind them, for which kernels are built before the first request."""
-_EXACT_ROWS, _PRODUCT_ROWS = 256, 128
-"""Products of more tokens than _EXACT_ROWS have a multiple of _PRODUCT_ROWS rows."""
 MOST_TOKENS = 65535
 """Tokens of a step: blocks of a grid's second axis."""
 _LINE, _STAGES = 72, 3
@@ -387,28 +386,6 @@ def _decode_rows(batch: Batch) -> Batch:
     )
 
 
-# Products
-
-
-def padded_rows(tokens: int) -> int:
-    """Returns the number of rows that cuBLAS multiplies for so many tokens. It chooses a kernel by this number, which
-    takes milliseconds at first use, so that long prompts share few numbers, which a warm-up tries."""
-    return tokens if tokens <= _EXACT_ROWS else -(-tokens // _PRODUCT_ROWS) * _PRODUCT_ROWS
-
-
-def empty_rows(tokens: int, width: int, device: torch.device) -> Tensor:
-    """Returns a tensor [tokens, width] bf16 with memory for `padded_rows`."""
-    return torch.empty(padded_rows(tokens), width, dtype=torch.bfloat16, device=device)[:tokens]
-
-
-def padded(x: Tensor) -> Tensor:
-    """Returns x [T, columns] with `padded_rows` rows if its memory has them. Further rows hold anything."""
-    rows, columns = padded_rows(len(x)), x.shape[1]
-    needed = (x.storage_offset() + rows * columns) * x.element_size()
-    fits = x.is_contiguous() and needed <= x.untyped_storage().nbytes()
-    return x.as_strided((rows, columns), (columns, 1)) if fits else x
-
-
 class PrefillStep:
     """Computes the logits [L, V] of a batch and, if they are wanted, all hidden states [T, H] float32."""
 
@@ -425,7 +402,7 @@ class PrefillStep:
         for weight in self._products():
             blocks = weight if isinstance(weight, tuple) else (weight,)
             x = torch.zeros(rows, blocks[0].shape[1], dtype=torch.bfloat16, device=self._device)
-            for count in range(_PRODUCT_ROWS, rows + 1, _PRODUCT_ROWS):
+            for count in range(PRODUCT_ROWS, rows + 1, PRODUCT_ROWS):
                 self._step.linear(x[:count], weight)
 
     def _products(self) -> Iterator[Weight]:
