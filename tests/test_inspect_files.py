@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_headers import BLOCK_FP8, DENSE, MIXTURE, MODELOPT, SMALL, Stored, files_of, tensors_of
+from checkpoint_headers import BLOCK_FP8, DENSE, MIXTURE, MODELOPT, QUANTIZATIONS, SMALL, Stored, files_of, tensors_of
 from gguf_models import BLOCKY
 from hub_cases import COMMIT, LocalHub, local_hub
 from huggingface_hub import constants
@@ -157,6 +157,19 @@ def test_a_gguf_file_and_a_revision(hub: LocalHub, inspect: Callable[..., Report
     assert "give one" in inspect("org/name@main:Q8_0", "--revision", "v1").error
 
 
+@pytest.mark.parametrize(("form", "stored_as", "bits"), [
+    ("INT4", "packed integers", 4.5), ("GPTQ", "GPTQ", 4.24), ("AWQ", "AWQ", 4.16), ("MLX", "MLX integers", 4.5)])
+def test_integers_of_four_bits(hub: LocalHub, inspect: Callable[..., Report], form: str, stored_as: str,
+                               bits: float) -> None:
+    publish(hub, {**SMALL, **QUANTIZATIONS[form]},
+            lambda name: form if ".mlp." in name and "mtp" not in name else "BF16")
+    report = inspect("org/name", "--memory", "64MiB")
+    assert report.code == 0, report.error
+    row = report.rows["MLP", stored_as]
+    assert row["bits"] == bits and row["parameters"] == 8 * 3 * 512 * 256 and row["layers"] == 8
+    assert report.facts["warnings"] == []
+
+
 # Warnings
 
 
@@ -297,8 +310,9 @@ def test_errors_of_a_hub_say_what_to_do(hub: LocalHub, inspect: Callable[..., Re
                                         monkeypatch: pytest.MonkeyPatch) -> None:
     publish(hub, SMALL, lambda name: "BF16")
     hub.instead[place] = answer
-    if answer in (waits, drips):
+    if answer is waits:
         monkeypatch.setattr(ranges, "_TIMEOUT", 0.3)
+    if answer is drips:
         monkeypatch.setattr(ranges, "_PATIENCE", 0.2)
         monkeypatch.setattr(ranges, "_SLOWEST", 1 << 60)
     report = inspect("org/name")

@@ -18,6 +18,7 @@ from deltic.cache.offload.identity import FileMark, Identity, ModelIdentity, mac
 from deltic.config import DTYPE_BYTES, DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.families import FAMILIES
 from deltic.errors import ConfigError, ModelError
+from deltic.loader.formats import mlx
 from deltic.loader.formats.fp8 import FLOAT8, Float8
 from deltic.loader.gguf.affine import affine_rows
 from deltic.loader.gguf.blocks import BY_NAME
@@ -31,7 +32,7 @@ from deltic.loader.gguf.load import (
 )
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.model_files import ModelFiles
-from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, packed_parts, tensor_dtype
+from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, tensor_dtype
 from deltic.loader.quantize import FP8, STORED, quantize_parts, quantize_tower, quantized_bytes, quantized_units
 from deltic.loader.safetensors import Progress
 from deltic.loader.tensors import Source
@@ -423,6 +424,8 @@ def keeps_float8(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool
 
 def stays_packed(files: ModelFiles, options: EngineConfig, dtype: DType, storage: str, columns: int) -> bool:
     """True if a matrix stays as it is stored. storage: its GGUF type, or the name of its format."""
+    if files.gguf is None and device_kind(options.device) == "mlx":
+        return options.packed_weights != "off" and storage in {format.name for format in mlx.FORMATS}
     if files.gguf is None:
         return storage == FLOAT8 and keeps_float8(files, options, dtype)
     kind = BY_NAME.get(storage)
@@ -439,7 +442,6 @@ def served_sizes(files: ModelFiles, options: EngineConfig, dtype: DType) -> dict
     plain = weight_sizes(config, dtype, "none")
     if keeps_float8(files, options, dtype):
         stored, kept = weight_sizes(config, dtype, STORED), files.float8_names()
-        kept = {part for name in kept for part in packed_parts(name) or (name,)}
         return {name: stored[name] if name in kept else size for name, size in plain.items()}
     if options.quant == "none":
         return plain
