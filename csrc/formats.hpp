@@ -25,9 +25,10 @@ struct Block {
     const uint8_t *data;
     int first;
 
-    // What lies at `offset`: a byte of each row, two, or four codes.
+    // What lies at `offset`: a byte of each row, two, four, or four codes.
     DELTIC_INLINE const uint8_t *bytes(int offset) const { return data + offset + first; }
     DELTIC_INLINE const uint16_t *halves(int offset) const { return (const uint16_t *)(data + offset) + first; }
+    DELTIC_INLINE const uint32_t *words(int offset) const { return (const uint32_t *)(data + offset) + first; }
     DELTIC_INLINE const uint8_t *codes(int offset) const { return data + offset + 4 * first; }
 };
 
@@ -55,11 +56,10 @@ DELTIC_INLINE NativeWords map(const uint8_t *table, NativeWords codes) {
 }
 
 #define DELTIC_FOUR_TIMES(...) {__VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__}
-// The sixteen numbers of IQ4_NL and IQ4_XS, and of MXFP4 (doubled), each plus 128.
+// The sixteen numbers of IQ4_NL and IQ4_XS, each plus 128, and of MXFP4 and NVFP4, doubled, each plus 16.
 alignas(64) constexpr uint8_t kIq4[64] = DELTIC_FOUR_TIMES(1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181,
                                                            197, 217, 241);
-alignas(64) constexpr uint8_t kMxfp4[64] = DELTIC_FOUR_TIMES(128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125,
-                                                             124, 122, 120, 116);
+alignas(64) constexpr uint8_t kE2m1[64] = DELTIC_FOUR_TIMES(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4);
 
 struct Without {
     static constexpr bool kIsBytes = false;  // there is nothing to unpack
@@ -125,9 +125,9 @@ template <int Blocks> struct IQ4_NL : FourBits<Blocks, 18, 32> {
     }
 };
 template <int Blocks> struct MXFP4 : FourBits<Blocks, 17, 16> {
-    static constexpr int kBits = 8, kOffset = 0;
+    static constexpr int kBits = 5, kOffset = 3;
     static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
-        return map(kMxfp4, FourBits<Blocks, 17, 16>::code(block, g, i));
+        return map(kE2m1, FourBits<Blocks, 17, 16>::code(block, g, i));
     }
     // 2^(e - 128)
     static DELTIC_INLINE Native scale(const Block &block, int g) {
@@ -216,6 +216,32 @@ struct IQ4_XS : Signed<136, 8> {
     static constexpr int kBits = 8, kGroup = 32, kOffset = 0;
     static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
         return map(kIq4, plane4(block.codes(kCodes + 256 * g), i));
+    }
+};
+
+// Types that GGUF files do not have.
+struct NVFP4 : Without {
+    static constexpr int kWeights = 256, kBytes = 16 * 148, kBits = 5, kGroup = 16, kOffset = 3;
+    static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
+        return map(kE2m1, plane4(block.codes(64 + 256 + 256 * g), i));
+    }
+    static DELTIC_INLINE Native scale(const Block &block, int g) {
+        return (Native)load<NativeWords>(block.words(0)) * native_e4m3(block.bytes(64 + 16 * g));
+    }
+};
+// Groups: of a block of 256, with a scale and a zero point each.
+template <int Groups> struct INT4 : Without {
+    static constexpr int kWeights = 256, kBytes = 16 * (4 * Groups + 128), kBits = 4, kGroup = 32;
+    static constexpr Low kLow = kAddend;
+    static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
+        return plane4(block.codes(64 * Groups + 256 * g), i);
+    }
+    static DELTIC_INLINE NativeWords word(const Block &block, int g) {
+        return load<NativeWords>(block.words(64 * (g * Groups / 8)));
+    }
+    static DELTIC_INLINE Native scale(const Block &block, int g) { return (Native)(word(block, g) & 0xffffff00u); }
+    static DELTIC_INLINE Native addend(const Block &block, int g) {
+        return -scale(block, g) * to_floats((NativeInts)(word(block, g) & 255));
     }
 };
 

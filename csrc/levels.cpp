@@ -17,7 +17,8 @@ namespace {
 #define DELTIC_TABLE(level, products)                                                                                  \
     {products::linear, products::linear_fine, products::linear_many, level::gdn, level::attention, level::fold_ring,   \
      level::store_kv,  level::add_norm,       level::silu_mul,       level::top, level::adjust,    level::draw_any,    \
-     level::full_attention, level::layer_norm, level::gelu, level::add_bias, level::dots, level::gate_rounded}
+     level::full_attention, level::layer_norm, level::gelu, level::add_bias, level::dots, level::gate_rounded,         \
+     level::low_rank_in, level::low_rank_out}
 
 constexpr Kernels kTables[] = {
     DELTIC_TABLE(portable, portable),

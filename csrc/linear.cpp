@@ -797,6 +797,10 @@ KernelSet kernels_for(int64_t type, int64_t columns, bool fine) {
         case DELTIC_IQ4_NL: return int8_set<IQ4_NL>(columns);
         case DELTIC_IQ4_XS: return int8_set<IQ4_XS>();
         case DELTIC_MXFP4: return int8_set<MXFP4>(columns);
+        case DELTIC_NVFP4: return int8_set<NVFP4>();
+        case DELTIC_INT4_32: return int8_set<INT4<8>>();
+        case DELTIC_INT4_64: return int8_set<INT4<4>>();
+        case DELTIC_INT4_128: return int8_set<INT4<2>>();
         default: return {};
     }
 }

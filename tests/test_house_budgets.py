@@ -12,25 +12,25 @@ from pathlib import Path
 from test_house import FILES, ROOT, TREES, imports, room, shown, walk
 
 LINES = {
-    ".": 2040,
+    ".": 2070,
     "cache": 6000,
     "chat": 7115,
-    "cli": 5920,
+    "cli": 5960,
     "cluster": 1725,
     "config": 2050,
     "embeddings": 2600,
-    "engine": 3775,
+    "engine": 3945,
     "export": 3950,
-    "loader": 8320,
+    "loader": 8835,
     "model": 1175,
-    "ops": 13460,
-    "runner": 4265,
-    "server": 8520,
+    "ops": 13760,
+    "runner": 4340,
+    "server": 8675,
     "spec_decode": 1110,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 312
+FILES_AT_MOST = 320
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

@@ -23,6 +23,7 @@ from deltic.cli import command_parser, main
 from deltic.cli.inspect_files import survey_facts
 from deltic.errors import DelticError
 from deltic.loader import ranges, survey
+from deltic.ops.cpu import missing
 
 
 @pytest.fixture
@@ -92,6 +93,8 @@ def test_layers_by_kind_and_bits(hub: LocalHub, inspect: Callable[..., Report]) 
     assert rows["GDN", "F8_E4M3"]["layers"] == 48 and rows["GDN", "F8_E4M3"]["bits"] == 8.0
     assert {*rows["GDN", "BF16"]["weights"][:2]} == {"in_proj_a", "in_proj_b"}
     assert rows["attention", "F8_E4M3"]["layers"] == 16 and rows["head", "NVFP4"]["layers"] is None
+    assert rows["MLP", "NVFP4"]["on_cpu"] == ("packed" if not missing() else "bfloat16")
+    assert rows["GDN", "F8_E4M3"]["on_cpu"] == rows["MTP head", "BF16"]["on_cpu"] == "bfloat16"
     assert rows["MTP head", "BF16"]["bits"] == 16.0 and rows["embeddings", "BF16"]["parameters"] == 248320 * 5120
     assert report.facts["warnings"] == []
     config = report.facts["config"]
@@ -158,7 +161,7 @@ def test_a_gguf_file_and_a_revision(hub: LocalHub, inspect: Callable[..., Report
 
 
 @pytest.mark.parametrize(("form", "stored_as", "bits"), [
-    ("INT4", "packed integers", 4.5), ("GPTQ", "GPTQ", 4.24), ("AWQ", "AWQ", 4.16), ("MLX", "MLX integers", 4.5)])
+    ("INT4", "packed integers", 4.5), ("GPTQ", "GPTQ", 4.16), ("AWQ", "AWQ", 4.16), ("MLX", "MLX integers", 4.5)])
 def test_integers_of_four_bits(hub: LocalHub, inspect: Callable[..., Report], form: str, stored_as: str,
                                bits: float) -> None:
     publish(hub, {**SMALL, **QUANTIZATIONS[form]},
@@ -168,6 +171,16 @@ def test_integers_of_four_bits(hub: LocalHub, inspect: Callable[..., Report], fo
     row = report.rows["MLP", stored_as]
     assert row["bits"] == bits and row["parameters"] == 8 * 3 * 512 * 256 and row["layers"] == 8
     assert report.facts["warnings"] == []
+    assert row["on_cpu"] == ("bfloat16" if missing() or form == "MLX" else "packed")
+
+
+def test_columns_in_another_order(hub: LocalHub, inspect: Callable[..., Report]) -> None:
+    """Which columns belong together is not read: the config has whether they are ordered."""
+    config = {"quantization_config": {**QUANTIZATIONS["GPTQ"]["quantization_config"], "desc_act": True}}
+    publish(hub, {**SMALL, **config}, lambda name: "GPTQ" if ".mlp." in name and "mtp" not in name else "BF16")
+    report = inspect("org/name", "--memory", "64MiB")
+    assert report.code == 0, report.error
+    assert report.rows["MLP", "GPTQ"]["on_cpu"] == "bfloat16"
 
 
 # Warnings

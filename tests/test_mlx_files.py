@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import FAMILIES, numbers, same_logits, session_over
+from safetensors.torch import save_file
+from support import FAMILIES, drain, greedy, numbers, same_logits, session_over, small_runtime
 
 from deltic.config import EngineConfig
+from deltic.engine.engine import Engine
 from deltic.engine.loading import load
+from deltic.loader.dummy import random_head
+from deltic.loader.model_files import open_model
 from deltic.ops.mlx import missing
+from deltic.spec_decode.draft_length import FixedDraftLength
 
 pytest.importorskip("mlx_lm")
 if why := missing():
@@ -82,3 +88,21 @@ def test_packed_weights_off_dequantizes(tmp_path: Path) -> None:
     assert packed.decoder.weight_bytes() < plain.decoder.weight_bytes() / 4
     tokens = numbers(2, 50, packed.config.vocab_size)
     same_logits(*(session_over(each, batch=1).prefill(tokens, all_logits=True) for each in (plain, packed)))
+
+
+def test_a_draft_head_beside_a_packed_trunk(tmp_path: Path) -> None:
+    """mlx-lm drops heads; a file beside the model has one."""
+    written(tmp_path, "qwen3_5", FORMS["4 bits"])
+    options = EngineConfig(dtype="float32", memory="16MiB", threads=1, device="mlx", speculate="mtp:3")
+    config = replace(open_model(str(tmp_path)).config, num_mtp_layers=1)
+    save_file(random_head(config), tmp_path / "mtp.safetensors")
+    runtime = load(str(tmp_path), options)
+    assert runtime.mtp_runner and isinstance(runtime.decoder.weights.layers[0].mixer.out_proj, MlxMatrix)
+    prompt = numbers(2, 50, runtime.config.vocab_size)
+    answers = list[list[int]]()
+    for drafts in (0, 3):
+        engine = Engine(small_runtime(runtime), None, FixedDraftLength(drafts) if drafts else None)
+        engine.add(replace(greedy(prompt, 30, "a"), speculate=bool(drafts)))
+        answers.append(drain(engine)[("a", 0)].tokens)
+        assert (engine.speculator.stats.drafted_at[0] > 0) == bool(drafts)
+    assert answers[0] == answers[1]

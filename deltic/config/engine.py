@@ -138,11 +138,12 @@ class EngineConfig:
         "draft slower")
 
     quant: str = _weights(
-        "none", "quantize an unquantized model while loading: to 8 bits, to about 4.8 as in Q4_K_M files, or on a GPU "
-        "to float8", choices=("none", "q8_0", "q4_k", "fp8"))
+        "none", "quantize an unquantized model while loading: to 8 bits, to about 4.8 as in Q4_K_M files (or with "
+        "NVFP4 or integers of 4 bits instead of Q4_K), or on a GPU to float8",
+        choices=("none", "q8_0", "q4_k", "nvfp4", "int4", "fp8"))
     packed_weights: str = _weights(
-        "auto", "keep quantized weights of a file quantized in memory; auto: types such as Q4_K, large GGUF files, and "
-        "float8 on a GPU",
+        "auto", "keep quantized weights of a file quantized in memory; auto: types such as Q4_K, large GGUF files, "
+        "NVFP4, MXFP4 and integers of 4 bits, and float8 on a GPU",
         choices=("auto", "on", "off"))
     aot_dir: str | None = _weights(
         None, "directory that keeps the packed weights of --quant, so that the next start on such a machine is fast "

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -133,6 +133,25 @@ def load_any(model: str | Path | RandomModel | None, options: EngineConfig, revi
         log.info("%s: loaded in %.2f s", model, time.perf_counter() - began)
         return program
     return load(model, options, revision, progress, rings, given=given)
+
+
+class Vocabulary(Protocol):
+    """A tokenizer. ends: tokens that end an answer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    ends: tuple[int, ...]
+
+
+def with_ends(runtime: ModelRunner | ProgramModel, tokenizer: Vocabulary | None) -> ModelRunner | ProgramModel:
+    """Adds a tokenizer's end-of-text tokens to those that end answers: some configs name only one of them."""
+    if tokenizer is None:
+        return runtime
+    if tokenizer.vocab_size > runtime.config.vocab_size:
+        log.warning("the tokenizer has %d tokens, the model only %d: are they of one checkpoint?",
+                    tokenizer.vocab_size, runtime.config.vocab_size)
+    return replace(runtime, generation=runtime.generation.with_eos(tokenizer.ends), tokenizer=None)
 
 
 def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,

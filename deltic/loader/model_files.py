@@ -19,7 +19,8 @@ from deltic.loader.catalog import is_model
 from deltic.loader.checkpoint import directory_checkpoint
 from deltic.loader.disk import has_weights, read_json, refuse
 from deltic.loader.files import MAX_CONFIG, InMemory, find_tensors, in_memory
-from deltic.loader.formats.fp8 import FLOAT8, Float8
+from deltic.loader.formats.fp8 import FLOAT8
+from deltic.loader.gguf.blocks import BlockType
 from deltic.loader.gguf.config import config_from_gguf, generation_from_gguf
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.gguf.load import (
@@ -33,9 +34,11 @@ from deltic.loader.gguf.load import (
 )
 from deltic.loader.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
 from deltic.loader.hub import resolve
+from deltic.loader.lora_merge import LoraMerge
 from deltic.loader.mtp_head import find_head, head_in_memory, load_stored_head
 from deltic.loader.names import is_stack, packed_parts
-from deltic.loader.safetensors import Progress, plan_directory, read_parts
+from deltic.loader.safetensors import NONE, Progress, StoredWeight, plan_directory, read_parts
+from deltic.loader.stored_blocks import block_type
 from deltic.loader.tensors import IN_MEMORY, ITEM_BYTES, Source, StoredTensor
 from deltic.loader.vision import (
     bundled_tower,
@@ -61,6 +64,7 @@ class ModelFiles:
     gguf: the open file, if the model is one.
     mmproj: the GGUF file of its vision tower.
     weights: tensors in memory that replace the files.
+    lora: an adapter to merge into the weights when they are converted.
     """
 
     path: Path
@@ -70,6 +74,7 @@ class ModelFiles:
     vision: Vision | None = None
     mmproj: GgufFile | None = None
     weights: InMemory | None = None
+    lora: LoraMerge | None = None
 
     @property
     def place(self) -> Path | None:
@@ -91,20 +96,33 @@ class ModelFiles:
         names = [name for name, source in plan.items() if source.dtype == FLOAT8]
         return {part for name in names for part in packed_parts(name) or (name,)}
 
+    def storages(self) -> dict[str, tuple[str, int]]:
+        """Returns dtype or format, and columns, of each tensor of safetensors by canonical name."""
+        plan = plan_directory(self._stored, self.config)
+        return {part: (source.dtype, source.shape[-1]) for name, source in plan.items()
+                for part in packed_parts(name) or (name,)}
+
+    def block_types(self, form: PackedForm) -> dict[str, BlockType]:
+        """Returns the types of the blocks of weights in safetensors that stay as they are stored, by canonical name."""
+        if self.gguf is not None:
+            return {}
+        found = ((name, block_type(source, form)) for name, source in plan_directory(self._stored, self.config).items())
+        return {part: type for name, type in found if type for part in packed_parts(name) or (name,)}
+
     def load(self, dtype: DType | Literal["auto"], device: str, progress: Progress | None) -> dict[str, Tensor]:
         """Returns the weights by canonical name."""
         found = self.parts(dtype, one_device(device), progress)
         return {name: tensor for _, name, tensor in found if isinstance(tensor, Tensor)}
 
     def parts(self, dtype: DType | Literal["auto"], split: Split, progress: Progress | None = None,
-              experts: bool = True, float8: bool = False,
+              experts: bool = True, float8: bool = False, blocks: Mapping[str, BlockType] = NONE,
               pack: Callable[[str, Source], Weight | None] | None = None
-              ) -> Iterator[tuple[int, str, Weight | Float8]]:
+              ) -> Iterator[tuple[int, str, StoredWeight | Weight]]:
         """Yields each device's part of the weights in file order: device, name, and tensor on the device. experts:
-        include theirs. float8: weights stored in float8 stay float8. pack: as in `read_parts`."""
+        include theirs. float8: weights stored in float8 stay float8. blocks, pack: as in `read_parts`."""
         if self.gguf is not None:
             return read_file_parts(self.gguf, self.config, dtype, split, progress)
-        return read_parts(self._stored, self.config, dtype, split, progress, experts, float8, pack)
+        return read_parts(self._stored, self.config, dtype, split, progress, experts, float8, blocks, pack)
 
     def load_packed(self, forms: Sequence[PackedForm], split: Split, progress: Progress | None = None,
                     experts: bool = True) -> list[dict[str, Weight]]:

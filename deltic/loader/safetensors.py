@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Literal
 
 import torch
@@ -14,6 +15,7 @@ from deltic.config import DType, ModelConfig
 from deltic.errors import ModelError
 from deltic.loader.files import InMemory, find_tensors, stacked
 from deltic.loader.formats.fp8 import FLOAT8, GROUP, Float8, float8_scales, row_scales, scales_part
+from deltic.loader.gguf.blocks import BlockType
 from deltic.loader.names import (
     EMBEDDING,
     HEAD,
@@ -29,6 +31,7 @@ from deltic.loader.names import (
     split_packed,
     tensor_dtype,
 )
+from deltic.loader.stored_blocks import StoredBlocks, stored_blocks
 from deltic.loader.tensors import PackedTensor, Source, Stack, StoredTensor, fill
 from deltic.ops.parts import WHOLE, Part, Split, one_device
 from deltic.ops.types import Weight
@@ -36,6 +39,9 @@ from deltic.ops.types import Weight
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
+StoredWeight = torch.Tensor | Float8 | StoredBlocks
+NONE: Final[Mapping[str, BlockType]] = MappingProxyType({})
+"""No weight stays as it is stored in blocks."""
 
 TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -63,11 +69,12 @@ def read_directory(
 
 def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | Literal["auto"], split: Split,
                progress: Progress | None = None, experts: bool = True, float8: bool = False,
-               pack: Callable[[str, Source], Weight | None] | None = None
-               ) -> Iterator[tuple[int, str, Weight | Float8]]:
+               blocks: Mapping[str, BlockType] = NONE, pack: Callable[[str, Source], Weight | None] | None = None
+               ) -> Iterator[tuple[int, str, StoredWeight | Weight]]:
     """Yields each device's part of the tensors of `expected_tensors(config)` in file order: device, name, and tensor,
-    contiguous, on the device. experts: include theirs. float8: matrices and stacks stored in float8 stay float8. pack:
-    reads a weight in the form of the only device, or returns None.
+    contiguous, on the device. experts: include theirs. float8: matrices and stacks stored in float8 stay float8.
+    blocks: weights that stay as they are stored, with the types of their blocks. pack: reads a weight in the form of
+    the only device, or returns None.
 
     Matrices are of `dtype` (`auto`: the config's), norms and decay parameters float32 (`tensor_dtype`). No byte of the
     files is read for several devices, unless they all have it. `progress(done, total)` counts bytes. Peak memory is
@@ -90,10 +97,13 @@ def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | 
         if name == HEAD and config.tie_word_embeddings:
             continue
         packed = pack(name, stored) if pack else None
-        if packed is None:
-            yield from _parts_of(name, stored, config, kept, split, float8)
-        else:
+        type = blocks.get((packed_parts(name) or (name,))[0])
+        if packed is not None:
             yield 0, name, packed
+        elif type:
+            yield from _blocks_of(name, stored, type, config, kept, split)
+        else:
+            yield from _parts_of(name, stored, config, kept, split, float8)
         del packed
         done += stored.nbytes
         if progress is not None:
@@ -129,6 +139,24 @@ def _parts_of(name: str, stored: Source, config: ModelConfig, dtype: DType, spli
         del tensor  # so that the caller can free the parts one by one
         for part in [*parts]:
             yield device, part, parts.pop(part)
+
+
+def _blocks_of(name: str, stored: Source, type: BlockType, config: ModelConfig, dtype: DType, split: Split
+               ) -> Iterator[tuple[int, str, StoredBlocks]]:
+    """Yields each device's part of a weight that stays as it is stored, without reading it."""
+    sources = [part for part in stored.parts if isinstance(part, PackedTensor)]
+    stacked, names = isinstance(stored, Stack), packed_parts(name)
+    rows = torch.arange(stored.shape[-2])
+    own = {name: rows}
+    if names and is_stack(name):
+        own = dict(zip(names, rows.chunk(2), strict=True))
+    elif names:
+        order = packed_rows(name, config)
+        own = dict(zip(names, order.split([expected_rows(part, config) for part in names]), strict=True))
+    for part, some in own.items():
+        shape = (len(sources), len(some), stored.shape[-1]) if stacked else (len(some), stored.shape[-1])
+        for device, place in split.own(part, shape):
+            yield device, part, stored_blocks(sources, stacked, type, TORCH_DTYPES[dtype], place, some)
 
 
 def _read_own(name: str, stored: Source, dtype: torch.dtype, split: Split, own: Mapping[int, Part]

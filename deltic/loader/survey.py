@@ -13,6 +13,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from deltic.config import GenerationDefaults, ModelConfig
 from deltic.config.quantization import PLAIN, Quantization, read_quantization
 from deltic.config.vision import ImageConfig, Vision, VisionConfig
@@ -77,6 +79,7 @@ _ORDER: Final = ("embeddings", GDN, ATTENTION, "MLP", "experts", "shared experts
 _LAYER: Final = re.compile(r"(?:^|\.)(?:layers|blocks|blk)\.(\d+)\.")
 _LAST_NAME: Final = re.compile(r"([^.]+?)(?:\.(?:weight|bias))?$")
 _PLAIN_TYPES: Final = ("F64", "F32", "F16", "BF16")
+_ORDER_NAMES: Final = (".g_idx", "_g_idx")
 _CODES: Final = ("U8", "I32", "U32", "I64", "U64")
 """Dtypes that may hold several weights each."""
 
@@ -215,7 +218,7 @@ def _survey_directory(files: CheckpointFiles, local: bool) -> Survey:
     files, found = replace(files, whole=False), Survey(files.place, whole=local)
     mapping = files.json(CONFIG)
     quantization = _read_configs(files, mapping, found)
-    tensors = _read_tensors(files, found)
+    tensors = _with_orders(_read_tensors(files, found), quantization)
     problems: list[str] = []
     sources = combine(tensors, quantization, problems)
     for problem in problems:
@@ -282,6 +285,16 @@ def _read_tensors(files: CheckpointFiles, found: Survey) -> dict[str, StoredTens
         found.warnings.append("config.json announces a multi-token-prediction head, and no file has one: drafts are "
                               "n-grams; take the head from the original model with deltic mtp extract")
     return tensors
+
+
+def _with_orders(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> dict[str, StoredTensor]:
+    """Replaces the groups of columns (g_idx), by which weights stay packed or not: by none if the config orders no
+    columns, else by numbers that are in no order."""
+    groups = [quantization.settings, *filter(None, quantization.groups())]
+    ordered = any(group.get("desc_act") or group.get("actorder") == "group" for group in groups)
+    zero = torch.zeros((), dtype=torch.int32)
+    return {name: replace(stored, data=zero.expand(stored.shape)) if name.endswith(_ORDER_NAMES) else stored
+            for name, stored in tensors.items() if ordered or not name.endswith(_ORDER_NAMES)}
 
 
 def _weight_files(files: CheckpointFiles, found: Survey) -> list[str]:

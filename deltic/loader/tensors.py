@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deltic.config.quantization import Quantization
 from deltic.errors import ModelError
+from deltic.loader.gguf.blocks import BlockType
 
 IN_MEMORY: Final = Path("<weights in memory>")
 """Path of tensors that are in no file."""
@@ -92,6 +93,11 @@ class PackedRows:
         """Returns the values, float32 [rows, ...]."""
         raise NotImplementedError
 
+    def blocks(self) -> Tensor:
+        """Returns the rows in the blocks of `WeightFormat.blocks`, uint8 [rows, bytes]. Raises InexactError with the
+        reason if these blocks cannot hold them without rounding."""
+        raise NotImplementedError
+
     def to(self, device: torch.device) -> Self:
         """Returns the same rows on a device."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -124,6 +130,8 @@ class WeightFormat:
         config alone. Raises ValueError with the reason why the weight cannot be read.
     read(tensor, first, end): reads the entries [first, end) of the first axis of a weight.
     methods: values of quant_method that have this format, if its tensors do not distinguish it from others.
+    blocks(tensor): returns the type of blocks that hold a weight without rounding, for kernels that multiply it; None
+        if there is none.
     by_rows: rows of the weight are rows of each tensor in the file. If not, the tensors are read whole, once.
     matrices: a weight of three axes is one of experts.
     """
@@ -133,6 +141,7 @@ class WeightFormat:
     plan: Callable[[Mapping[str, StoredTensor], Quantization, str], Plan]
     read: Callable[[PackedTensor, int, int], PackedRows]
     methods: tuple[str, ...] = ()
+    blocks: Callable[[PackedTensor], BlockType | None] = lambda tensor: None
     by_rows: bool = True
     matrices: bool = True
 

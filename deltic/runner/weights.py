@@ -4,7 +4,7 @@ at load."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -21,7 +21,7 @@ from deltic.errors import ConfigError, ModelError
 from deltic.loader.formats import mlx
 from deltic.loader.formats.fp8 import FLOAT8, Float8
 from deltic.loader.gguf.affine import affine_rows
-from deltic.loader.gguf.blocks import BY_NAME
+from deltic.loader.gguf.blocks import BY_NAME, BlockType
 from deltic.loader.gguf.load import (
     down_units,
     is_quantized,
@@ -32,13 +32,13 @@ from deltic.loader.gguf.load import (
 )
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.model_files import ModelFiles
-from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, tensor_dtype
+from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, is_stack, packed_parts, tensor_dtype
 from deltic.loader.quantize import FP8, STORED, quantize_parts, quantize_tower, quantized_bytes, quantized_units
 from deltic.loader.safetensors import Progress
 from deltic.loader.tensors import Source
 from deltic.loader.vision import expected_tower
 from deltic.model.draft_vocabulary import Tokens, draftable
-from deltic.model.tensor_parallel import WeightSplitter, check_degree
+from deltic.model.tensor_parallel import WeightSplitter, check_degree, splits
 from deltic.model.vision_tower import build_tower
 from deltic.ops import Ops, select
 from deltic.ops.capabilities import device_kind, verifies_drafts
@@ -49,6 +49,7 @@ from deltic.ops.cuda.layer_offload import host_layer_form
 from deltic.ops.cuda.quantized_moe import knows_packed
 from deltic.ops.parts import Split
 from deltic.ops.quantized import PackedForm, host_form
+from deltic.ops.slices import slice_unit
 from deltic.ops.types import Weight
 from deltic.params import Auto, Draft, Mtp
 from deltic.runner.expert_offload import beside_card, check_experts, plain_store
@@ -101,7 +102,9 @@ class WeightReader:
         check_packed(files, options, drafts)
         self.packed = files is not None and keeps_packed(files, options, dtype)
         self.tiled = self.packed and not FAMILIES[source.config.architecture].gguf_grouped
-        self._scheme = STORED if files and keeps_float8(files, options, dtype) else options.quant
+        self._float8 = files is not None and keeps_float8(files, options, dtype)
+        self._stored = stored_types(files, options, dtype) if files else {}
+        self._scheme = STORED if self._float8 or self._stored else options.quant
         quantizes = self._scheme != "none"
         self._quantizes = quantizes and not (drafts and self.packed)
         check_degree(source.config, options.shards, self.packed or quantizes, self.tiled)
@@ -121,11 +124,10 @@ class WeightReader:
         files = self.source.files
         if files and files.gguf and self.packed:
             return packed_sizes(files.gguf, self.source.config, quantized.packed_bytes)
-        sizes = weight_sizes(self.source.config, self.dtype, self._scheme)
         if files and self._scheme == STORED:
-            return {**weight_sizes(self.source.config, self.dtype, "none"),
-                    **{name: sizes[name] for name in sizes.keys() & files.float8_names()}}
-        return sizes
+            float8 = files.float8_names() if self._float8 else set[str]()
+            return _stored_sizes(self.source.config, self.dtype, float8, self._stored, True)
+        return weight_sizes(self.source.config, self.dtype, self._scheme)
 
     def shard_bytes(self) -> int:
         """Returns the bytes of the text model's weights on the device that has the most."""
@@ -267,12 +269,13 @@ class WeightReader:
 
     def _plain(self, float8: bool = False, pack: Callable[[str, Source], Weight | None] | None = None
                ) -> Iterator[tuple[int, str, Any]]:
-        """float8: weights that are stored in it stay. pack: as in `read_parts`."""
+        """float8: weights that are stored in it stay. Others do if the kernels multiply them. pack: as in
+        `read_parts`."""
         source = self.source
         if source.random:
             return self._split.cut(source.random.tensors(source.config, self.dtype, self.options.devices[0]))
         assert source.files
-        return source.files.parts(self.dtype, self._split, self._progress, self._here, float8, pack)
+        return source.files.parts(self.dtype, self._split, self._progress, self._here, float8, self._stored, pack)
 
     def _slice_units(self) -> dict[str, int]:
         """Returns the columns that slices of each packed `down` of a feed-forward are multiples of."""
@@ -281,7 +284,10 @@ class WeightReader:
             return down_units(plan_gguf(files.gguf, config), form)
         found = quantized_units(config, self._scheme, form) if self._quantizes else {}
         if files and self._scheme == STORED:
-            return {name: found[name] for name in found.keys() & files.float8_names()}
+            found = {name: found[name] for name in found.keys() & files.float8_names()} if self._float8 else {}
+            shapes = expected_tensors(config)
+            found |= {name: slice_unit(type.name, shapes[name][-1]) for name, type in self._stored.items()
+                      if name.endswith(".down_proj.weight") and not is_stack(name)}
         return found
 
     def _quantize(self) -> list[dict[str, Weight]]:
@@ -298,7 +304,8 @@ class WeightReader:
         stored = self._packed_file()
         found = stored.read() if stored else None
         if found is None:
-            found = quantize_parts(self._plain(self._scheme in (FP8, STORED)), self._scheme, config, self._forms)
+            float8 = self._float8 or self._scheme == FP8
+            found = quantize_parts(self._plain(float8), self._scheme, config, self._forms)
             if stored:
                 stored.write(found)
         return found
@@ -422,16 +429,20 @@ def keeps_float8(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool
     return (not not_packed(options, files.config, dtype) and not _kernels_missing(options) and files.has_float8)
 
 
-def stays_packed(files: ModelFiles, options: EngineConfig, dtype: DType, storage: str, columns: int) -> bool:
-    """True if a matrix stays as it is stored. storage: its GGUF type, or the name of its format."""
-    if files.gguf is None and device_kind(options.device) == "mlx":
-        return options.packed_weights != "off" and storage in {format.name for format in mlx.FORMATS}
-    if files.gguf is None:
-        return storage == FLOAT8 and keeps_float8(files, options, dtype)
-    kind = BY_NAME.get(storage)
-    if kind is None or kind.weights == 1 or not keeps_packed(files, options, dtype):
-        return False
-    return packed_form(options, options.device).serves(storage, columns)
+def packed_storages(files: ModelFiles, options: EngineConfig, dtype: DType) -> set[tuple[str, int]]:
+    """Returns the storages of matrices that stay as they are stored: GGUF type or name of a format, and columns."""
+    if files.gguf is not None:
+        form = packed_form(options, options.device) if keeps_packed(files, options, dtype) else None
+        found = {(tensor.type, tensor.shape[-1]) for tensor in files.gguf.tensors.values()}
+        return {(type.name, columns) for type, columns in found
+                if form and type.weights > 1 and form.serves(type.name, columns)}
+    stored = files.storages()
+    if device_kind(options.device) == "mlx":
+        names = {format.name for format in mlx.FORMATS} if options.packed_weights != "off" else set[str]()
+        return {storage for storage in stored.values() if storage[0] in names}
+    float8 = keeps_float8(files, options, dtype)
+    blocks = stored_types(files, options, dtype)
+    return {storage for name, storage in stored.items() if name in blocks or (float8 and storage[0] == FLOAT8)}
 
 
 def served_sizes(files: ModelFiles, options: EngineConfig, dtype: DType) -> dict[str, int]:
@@ -440,16 +451,46 @@ def served_sizes(files: ModelFiles, options: EngineConfig, dtype: DType) -> dict
     if files.gguf and keeps_packed(files, options, dtype):
         return packed_sizes(files.gguf, config, quantized.packed_bytes if on_gpu else _bytes_in_file)
     plain = weight_sizes(config, dtype, "none")
-    if keeps_float8(files, options, dtype):
-        stored, kept = weight_sizes(config, dtype, STORED), files.float8_names()
-        return {name: stored[name] if name in kept else size for name, size in plain.items()}
+    float8 = files.float8_names() if keeps_float8(files, options, dtype) else set[str]()
+    stored = stored_types(files, options, dtype)
+    if float8 or stored:
+        return _stored_sizes(config, dtype, float8, stored, on_gpu)
     if options.quant == "none":
         return plain
     return quantized_bytes(config, options.quant, plain, quantized.packed_bytes if on_gpu else None)
 
 
+def _stored_sizes(config: ModelConfig, dtype: DType, float8: Collection[str], stored: Mapping[str, BlockType],
+                  on_gpu: bool) -> dict[str, int]:
+    """Returns the bytes of weights of which some stay as they are stored. float8: names of those in float8. stored: the
+    types of those in blocks."""
+    shapes, kept = expected_tensors(config), {part for name in float8 for part in packed_parts(name) or (name,)}
+    found, sizes = weight_sizes(config, dtype, "none"), weight_sizes(config, dtype, STORED)
+    found |= {name: sizes[name] for name in sizes.keys() & kept}
+    for name in shapes.keys() & stored.keys():
+        *matrices, columns = shapes[name]
+        rows, type = prod(matrices), stored[name]
+        packed = quantized.packed_bytes(type.name, rows, columns) if on_gpu else type.size(rows * columns)
+        found[name] = packed or found[name]
+    return found
+
+
 def _bytes_in_file(type: str, rows: int, columns: int) -> int:
     return BY_NAME[type].size(rows * columns)
+def stored_types(files: ModelFiles, options: EngineConfig, dtype: DType) -> dict[str, BlockType]:
+    """Returns the types of the blocks of weights that stay as they are stored in safetensors, by canonical name: those
+    that the kernels multiply."""
+    if options.quant != "none" or options.packed_weights == "off" or options.offloads_experts:
+        return {}
+    if files.gguf is not None or device_kind(options.device) == "mlx":
+        return {}
+    if dtype == "float32":  # which asks for products that are not rounded
+        return {}
+    if not_packed(options, files.config, dtype) or (options.on_gpu and _kernels_missing(options)):
+        return {}
+    if not splits(files.config, options.shards, packed=True):
+        return {}
+    return files.block_types(packed_form(options, options.device))
 
 
 def check_packed(files: ModelFiles | None, options: EngineConfig, drafts: bool) -> None:

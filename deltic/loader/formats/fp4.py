@@ -17,6 +17,8 @@ from torch import Tensor
 
 from deltic.config.quantization import Quantization
 from deltic.loader.formats.fp8 import FLOAT8, mx_shape, powers_of_two
+from deltic.loader.four_bits import TYPES, mxfp4_blocks, nvfp4_blocks
+from deltic.loader.gguf.blocks import BY_NAME, BlockType
 from deltic.loader.tensors import PackedRows, PackedTensor, Plan, Role, StoredTensor, WeightFormat
 
 NV_GROUP: Final = 16
@@ -56,6 +58,17 @@ class Float4(PackedRows):
         values = table.index_select(0, self.codes.flatten().int()).view(torch.float32).view(*scales.shape, -1)
         return values.mul_(scales[..., None]).flatten(-2)
 
+    def blocks(self) -> Tensor:
+        """Blocks of NVFP4 or MXFP4. A factor that divides becomes its inverse, rounded to float32."""
+        if self.factor is None:
+            return mxfp4_blocks(self.codes, self.scales)
+        factor = float(1 / self.factor if self.divides else self.factor)
+        return nvfp4_blocks(self.codes, self.scales.view(torch.uint8), factor)
+
+
+def _blocks(tensor: PackedTensor) -> BlockType:
+    return TYPES["NVFP4"] if "factor" in tensor.tensors else BY_NAME["MXFP4"]
+
 
 def _plan_nvfp4(tensors: Mapping[str, StoredTensor], quantization: Quantization, module: str) -> Plan:
     codes, scales, factor = (tensors[role].shape for role in ("codes", "scales", "factor"))
@@ -87,14 +100,14 @@ def _read_mxfp4(tensor: PackedTensor, first: int, end: int) -> Float4:
 _COMPRESSED: Final = WeightFormat(
     "NVFP4", {"codes": Role(("weight_packed",), ("U8",)), "scales": Role(("weight_scale",), (FLOAT8,)),
               "factor": Role(("weight_global_scale",), ("F32",))},
-    _plan_nvfp4, _read_nvfp4)
+    _plan_nvfp4, _read_nvfp4, blocks=_blocks)
 _MODELOPT: Final = WeightFormat(
     "NVFP4", {"codes": Role(("weight",), ("U8",)), "scales": Role(("weight_scale",), (FLOAT8,)),
               "factor": Role(("weight_scale_2",), ("F32",))},
-    _plan_nvfp4, _read_nvfp4)
+    _plan_nvfp4, _read_nvfp4, blocks=_blocks)
 FORMATS: Final = (
     _COMPRESSED, _MODELOPT,
     WeightFormat(
         "MXFP4", {"codes": Role(("weight_packed", "weight"), ("U8",)),
                   "scales": Role(("weight_scale",), ("U8", "F8_E8M0"))},
-        _plan_mxfp4, _read_mxfp4))
+        _plan_mxfp4, _read_mxfp4, blocks=_blocks))

@@ -23,6 +23,8 @@ from deltic.errors import ModelError, show
 from deltic.loader.formats.fp4 import Float4
 from deltic.loader.formats.fp8 import MxFloat8
 from deltic.loader.formats.integers import FLOATS, pairs, unpack, words_of
+from deltic.loader.four_bits import TYPES
+from deltic.loader.gguf.blocks import BY_NAME, BlockType
 from deltic.loader.tensors import PackedRows, PackedTensor, Plan, Role, Source, StoredTensor, WeightFormat
 
 _AFFINE_BITS: Final = (2, 3, 4, 5, 6, 8)
@@ -86,6 +88,10 @@ def _read_floats(tensor: PackedTensor, first: int, end: int) -> PackedRows:
     return Float4(octets, scales.view(torch.float8_e4m3fn), factor)
 
 
+def _blocks(tensor: PackedTensor) -> BlockType | None:
+    return {"nvfp4": TYPES["NVFP4"], "mxfp4": BY_NAME["MXFP4"]}.get(tensor.settings["mode"])
+
+
 _CODES: Final = Role(("weight",), ("U32",))
 FORMATS: Final = (
     WeightFormat(
@@ -96,7 +102,7 @@ FORMATS: Final = (
         "MLX floats",
         {"codes": _CODES, "scales": Role(("scales",), ("U8",)),
          "factor": Role(("global_scale",), ("F32",), required=False)},
-        _plan, _read_floats, (MLX,)))
+        _plan, _read_floats, (MLX,), _blocks))
 
 
 # Layout and names

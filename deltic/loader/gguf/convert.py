@@ -28,6 +28,7 @@ from deltic.loader.gguf.names import PLAIN, ROPE_FACTORS, gguf_name
 from deltic.loader.gguf.quantize import quantize_in_pieces
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.gguf.write import NewTensor, config_to_gguf, generation_to_gguf, tokenizer_to_gguf, write_gguf
+from deltic.loader.lora_merge import LoraMerge
 from deltic.loader.model_files import ModelFiles
 from deltic.loader.names import (
     HEAD,
@@ -114,7 +115,7 @@ def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path,
     file cannot be written.
     """
     config, kind = files.config, FILE_TYPES[type]
-    sources = [*_joined(_sources(files), config)]
+    sources = [*_joined(_merged(_sources(files), files.lora), config)]
     head = list(_head_sources(files)) if mtp != "none" else []
     config = replace(config, num_mtp_layers=1 if head else 0)
     if mtp == "same":
@@ -221,6 +222,16 @@ def _sources(files: ModelFiles) -> Iterator[_SourceTensor]:
     for name, stored in plan.items():
         if name != HEAD or not config.tie_word_embeddings:
             yield _SourceTensor(packed_parts(name) or (name,), partial(_read_directory, name, stored, config))
+
+
+def _merged(sources: Iterable[_SourceTensor], lora: LoraMerge | None) -> Iterator[_SourceTensor]:
+    """Yields the tensors with the terms of an adapter."""
+    for source in sources:
+        yield source if lora is None else replace(source, read=partial(_read_merged, source, lora))
+
+
+def _read_merged(source: _SourceTensor, lora: LoraMerge) -> dict[str, torch.Tensor]:
+    return {name: lora.apply(name, tensor) for name, tensor in source.read().items()}
 
 
 def _joined(sources: Iterable[_SourceTensor], config: ModelConfig) -> Iterator[_SourceTensor]:

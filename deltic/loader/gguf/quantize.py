@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from deltic.errors import ModelError
+from deltic.loader import four_bits
 from deltic.loader.gguf.blocks import BY_NAME, LAYOUTS, BlockType, Bytes, Floats, decode
 from deltic.ops.cpu.library import load
 from deltic.ops.quantized import PLAIN_TYPES
@@ -78,7 +79,7 @@ def _quantize_piece(name: str, type: BlockType, rows: torch.Tensor) -> Bytes:
 def _encode(values: Floats, type: BlockType) -> Bytes:
     """Quantizes without the compiled kernels."""
     fields = _ENCODERS[type.name](values.reshape(-1, type.weights))
-    blocks = np.empty(values.size // type.weights, LAYOUTS[type.name])
+    blocks = np.empty(values.size // type.weights, _LAYOUTS[type.name])
     for name, field in fields.items():
         blocks[name] = field
     return blocks.view(np.uint8).reshape(len(values), -1)
@@ -268,4 +269,6 @@ _ENCODERS: Final[Mapping[str, Callable[[Floats], Fields]]] = {
     "Q4_K": partial(_with_minima, bits=4),
     "Q5_K": partial(_with_minima, bits=5),
     "Q6_K": _q6_k,
+    **four_bits.ENCODERS,
 }
+_LAYOUTS: Final = {**LAYOUTS, **four_bits.LAYOUTS}
