@@ -9,6 +9,8 @@
 //   kBits              of a code
 //   code(block, g, i)  codes of the g-th 32 columns: 4 i .. 4 i + 3 of the rows
 //   scale(block, g)    of the g-th group, as a number per row; addend(block, g) likewise
+//   kSequential        whether the bytes of a block are read in order
+//   kUnit, unit(block) whether all scales of a block lack a factor, and that factor
 //   minima(block, i)   of the groups 2 i and 2 i + 1, as pairs of 16 bits; dmin(block)
 // of as many rows as a register has lanes, a part of the panel's.
 #pragma once
@@ -65,6 +67,8 @@ struct Without {
     static constexpr bool kIsBytes = false;  // there is nothing to unpack
     static constexpr int kOffset = kNone;
     static constexpr Low kLow = kPlain;
+    static constexpr bool kSequential = false, kUnit = false;
+    static DELTIC_INLINE Native unit(const Block &) { return Native{}; }
     static DELTIC_INLINE NativeInts minima(const Block &, int) { return NativeInts{}; }
     static DELTIC_INLINE Native dmin(const Block &) { return Native{}; }
     static DELTIC_INLINE Native addend(const Block &, int) { return Native{}; }
@@ -219,25 +223,29 @@ struct IQ4_XS : Signed<136, 8> {
     }
 };
 
-// Types that GGUF files do not have.
+// Types that GGUF files do not have. A run of columns has its scales in front of its codes.
 struct NVFP4 : Without {
     static constexpr int kWeights = 256, kBytes = 16 * 148, kBits = 5, kGroup = 16, kOffset = 3;
+    static constexpr int kRun = 64 + 2 * 256;
+    static constexpr bool kSequential = true, kUnit = true;
     static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
-        return map(kE2m1, plane4(block.codes(64 + 256 + 256 * g), i));
+        return map(kE2m1, plane4(block.codes(64 + kRun * (g / 2) + 64 + 256 * (g % 2)), i));
     }
+    static DELTIC_INLINE Native unit(const Block &block) { return (Native)load<NativeWords>(block.words(0)); }
     static DELTIC_INLINE Native scale(const Block &block, int g) {
-        return (Native)load<NativeWords>(block.words(0)) * native_e4m3(block.bytes(64 + 16 * g));
+        return native_e4m3(block.bytes(64 + kRun * (g / 4) + 16 * (g % 4)));
     }
 };
-// Groups: of a block of 256, with a scale and a zero point each.
+// Groups: of a block of 256, with a scale and a zero point each; kRun: groups of 32 in one of these.
 template <int Groups> struct INT4 : Without {
-    static constexpr int kWeights = 256, kBytes = 16 * (4 * Groups + 128), kBits = 4, kGroup = 32;
+    static constexpr int kWeights = 256, kBytes = 16 * (4 * Groups + 128), kBits = 4, kGroup = 32, kRun = 8 / Groups;
+    static constexpr bool kSequential = true;
     static constexpr Low kLow = kAddend;
     static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
-        return plane4(block.codes(64 * Groups + 256 * g), i);
+        return plane4(block.codes(64 * (g / kRun + 1) + 256 * g), i);
     }
     static DELTIC_INLINE NativeWords word(const Block &block, int g) {
-        return load<NativeWords>(block.words(64 * (g * Groups / 8)));
+        return load<NativeWords>(block.words((64 + 256 * kRun) * (g / kRun)));
     }
     static DELTIC_INLINE Native scale(const Block &block, int g) { return (Native)(word(block, g) & 0xffffff00u); }
     static DELTIC_INLINE Native addend(const Block &block, int g) {

@@ -107,7 +107,7 @@ struct Kernels {
 
 // Weights are fetched into the second-level cache so many bytes before they are needed: computing goes too slowly for
 // some processors to see the stream and do it themselves.
-int64_t fetch_ahead();
+int64_t fetch_ahead(bool sequential);
 
 // Of a level; null if the processor or the build lacks it.
 const Kernels *kernels_of(int level);

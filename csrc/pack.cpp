@@ -225,6 +225,7 @@ struct Type {
     int zero;                   // the code of number 0
     const int8_t *numbers;      // of all codes, where they are not just code - zero
     int words;                  // at the begin of a file's block
+    int runs;                   // of columns, each with its own words, if there are so many, scales and codes
 };
 
 constexpr Type kTypes[] = {
@@ -246,10 +247,10 @@ constexpr Type kTypes[] = {
     {DELTIC_Q6_K, 256, 210, 1, {208}, 16, copy_scales<192, 16>, signed_of_16, 2,
      {plane<4, 64>(0), plane<2, 32>(128)}, 32},
     {DELTIC_IQ4_XS, 256, 136, 1, {0}, 6, iq4_xs_scales, six_bits<4>, 1, {plane<4, 16>(8)}, 0, kIq4},
-    {DELTIC_NVFP4, 256, 148, 0, {}, 16, copy_scales<4, 16>, e4m3_of_16, 1, {plane<4, 1>(20)}, 0, kE2m1, 1},
-    {DELTIC_INT4_32, 256, 160, 0, {}, 0, nullptr, zero_points<8>, 1, {plane<4, 1>(32)}, 0, nullptr, 8},
-    {DELTIC_INT4_64, 256, 144, 0, {}, 0, nullptr, zero_points<4>, 1, {plane<4, 1>(16)}, 0, nullptr, 4},
-    {DELTIC_INT4_128, 256, 136, 0, {}, 0, nullptr, zero_points<2>, 1, {plane<4, 1>(8)}, 0, nullptr, 2},
+    {DELTIC_NVFP4, 256, 148, 0, {}, 16, copy_scales<4, 16>, e4m3_of_16, 1, {plane<4, 1>(20)}, 0, kE2m1, 1, 4},
+    {DELTIC_INT4_32, 256, 160, 0, {}, 0, nullptr, zero_points<8>, 1, {plane<4, 1>(32)}, 0, nullptr, 8, 8},
+    {DELTIC_INT4_64, 256, 144, 0, {}, 0, nullptr, zero_points<4>, 1, {plane<4, 1>(16)}, 0, nullptr, 4, 4},
+    {DELTIC_INT4_128, 256, 136, 0, {}, 0, nullptr, zero_points<2>, 1, {plane<4, 1>(8)}, 0, nullptr, 2, 2},
 };
 
 const Type *find(int64_t id) {
@@ -299,25 +300,48 @@ void pack_words(const Type &type, const uint8_t *from, int64_t rows, int64_t col
     }
 }
 
-// Where the fields of the `index`-th of `together` blocks of a file are in a packed block. Words come first, in types of
-// which one block makes a packed one.
+// Where the fields of the `index`-th of `together` blocks of a file are in a packed block: of types without runs.
 struct Fields {
     int64_t half[2], scales, codes;
 
     Fields(const Type &type, int64_t index, int64_t together) {
-        int64_t words = type.words * 4 * kPanel;
-        for (int i = 0; i < 2; ++i) half[i] = words + (i * together + index) * 2 * kPanel;
-        scales = words + (type.halves * 2 * together + index * type.scales) * kPanel;
-        codes = words + (type.halves * 2 + type.scales) * kPanel * together + index * group_bytes(type);
+        for (int i = 0; i < 2; ++i) half[i] = (i * together + index) * 2 * kPanel;
+        scales = (type.halves * 2 * together + index * type.scales) * kPanel;
+        codes = (type.halves * 2 + type.scales) * kPanel * together + index * group_bytes(type);
     }
 };
 
-void pack_block(const Type &type, const uint8_t *const *blocks, const Fields &fields, uint8_t *packed) {
-    for (int i = 0; i < type.words; ++i) {
-        for (int row = 0; row < kPanel; ++row) {
-            store(packed + (i * kPanel + row) * 4, load<uint32_t>(blocks[row] + 4 * i));
-        }
+// A packed block of runs: the words that all have in common, then of each run its word, if it has one, scales and codes.
+struct Runs {
+    int64_t common, words, scales, groups, size;
+
+    explicit Runs(const Type &type)
+        : common(type.words % type.runs), words(type.words / type.runs), scales(type.scales / type.runs),
+          groups(type.weights / kGroup / type.runs),
+          size((4 * words + scales) * kPanel + groups * group_bytes(type)) {}
+    int64_t run(int64_t i) const { return common * 4 * kPanel + i * size; }
+    int64_t word(int64_t i) const { return i < common ? i * 4 * kPanel : run(i - common); }
+    int64_t scale(int64_t i) const { return run(i / scales) + (4 * words + i % scales) * kPanel; }
+    int64_t codes(int64_t i) const { return run(i) + (4 * words + scales) * kPanel; }
+};
+
+void pack_runs(const Type &type, const uint8_t *const *blocks, uint8_t *packed) {
+    const Runs runs(type);
+    const Plane &plane = type.plane[0];
+    for (int row = 0; row < kPanel; ++row) {
+        uint8_t scales[kMostScales];
+        for (int i = 0; i < type.words; ++i) store(packed + runs.word(i) + 4 * row, load<uint32_t>(blocks[row] + 4 * i));
+        if (type.scales) type.read_scales(blocks[row], scales);
+        for (int i = 0; i < type.scales; ++i) packed[runs.scale(i) + row] = scales[i];
     }
+    for (int i = 0; i < type.runs; ++i) {
+        int first = plane.offset + i * int(runs.groups * kGroup) * plane.bits / 8;
+        plane.pack(blocks, first, int(runs.groups), packed + runs.codes(i), group_bytes(type));
+    }
+}
+
+void pack_block(const Type &type, const uint8_t *const *blocks, const Fields &fields, uint8_t *packed) {
+    if (type.runs) return pack_runs(type, blocks, packed);
     for (int i = 0; i < type.halves; ++i) {
         uint8_t *to = packed + fields.half[i];
         for (int row = 0; row < kPanel; ++row) store(to + 2 * row, load<uint16_t>(blocks[row] + type.half[i]));
@@ -378,10 +402,23 @@ void unpack_group(const Type &type, const uint8_t *packed, int64_t row, const fl
     }
 }
 
-void unpack_block(const Type &type, const uint8_t *packed, const Fields &fields, int64_t row, float *out) {
+void unpack_runs(const Type &type, const uint8_t *packed, int64_t row, float *out) {
+    const Runs runs(type);
     Scales scales = {};
     Factors factors;
-    for (int i = 0; i < type.words; ++i) scales.words[i] = load<uint32_t>(packed + (i * kPanel + row) * 4);
+    for (int i = 0; i < type.words; ++i) scales.words[i] = load<uint32_t>(packed + runs.word(i) + 4 * row);
+    for (int i = 0; i < type.scales; ++i) scales.bytes[i] = packed[runs.scale(i) + row];
+    type.factors(scales, factors);
+    for (int64_t group = 0; group < type.weights / kGroup; ++group) {
+        const uint8_t *codes = packed + runs.codes(group / runs.groups) + group % runs.groups * group_bytes(type);
+        unpack_group(type, codes, row, factors.scale + 2 * group, factors.minimum + 2 * group, out + group * kGroup);
+    }
+}
+
+void unpack_block(const Type &type, const uint8_t *packed, const Fields &fields, int64_t row, float *out) {
+    if (type.runs) return unpack_runs(type, packed, row, out);
+    Scales scales = {};
+    Factors factors;
     for (int i = 0; i < type.halves; ++i) {
         (i ? scales.m : scales.d) = widen_half(load<uint16_t>(packed + fields.half[i] + 2 * row));
     }
@@ -424,8 +461,19 @@ void copy_row(const Type &type, const uint8_t *from, int64_t row, uint8_t *to, i
     }
     int64_t together = together_of(type, columns), codes = type.weights / kGroup * group_bytes(type) / kVector;
     for (int64_t i = 0; i < columns / type.weights; i += together) {
-        int64_t words = copy_fields<4>(from, row, to, place, type.words);
-        from += words, to += words;
+        if (type.runs) {
+            const Runs runs(type);
+            copy_fields<4>(from, row, to, place, runs.common);
+            for (int64_t run = 0; run < type.runs; ++run) {
+                int64_t at = runs.run(run), scales = at + 4 * runs.words * kPanel;
+                copy_fields<4>(from + at, row, to + at, place, runs.words);
+                copy_fields<1>(from + scales, row, to + scales, place, runs.scales);
+                at = runs.codes(run);
+                copy_fields<4>(from + at, row, to + at, place, runs.groups * group_bytes(type) / kVector);
+            }
+            from += type.bytes * kPanel, to += type.bytes * kPanel;
+            continue;
+        }
         int64_t halves = copy_fields<2>(from, row, to, place, type.halves * together);
         from += halves, to += halves;
         int64_t scales = copy_fields<1>(from, row, to, place, type.scales * together);

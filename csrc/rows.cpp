@@ -23,7 +23,7 @@ template <typename T> DELTIC_INLINE Floats part_of(const T *from, int64_t count)
 
 template <int V, typename T>
 void dots_of(const T *rows, int64_t count, int64_t columns, const float *const *x, float *out, int64_t stride) {
-    const int64_t ahead = fetch_ahead();
+    const int64_t ahead = fetch_ahead(false);
     for (int64_t row = 0; row < count; ++row) {
         const T *w = rows + row * columns;
         Floats sum[V][kSums] = {};

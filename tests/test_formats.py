@@ -31,6 +31,7 @@ from deltic.loader.formats.fp8 import Float8
 from deltic.loader.gguf.convert import convert
 from deltic.loader.model_files import ModelFiles, open_model
 from deltic.loader.mtp_head import extract_head, find_head, load_stored_head
+from deltic.loader.safetensors import KeptForms
 from deltic.loader.tensors import PackedTensor
 from deltic.model.tensor_parallel import WeightSplitter
 from deltic.ops import select
@@ -226,7 +227,7 @@ def test_parts_for_devices(form: str, config: str, layout: str, tmp_path: Path) 
     split = WeightSplitter(CONFIGS[config], 2).over(["cpu", "cpu"])
     for keeps in (False, True):
         found: dict[str, dict[int, Tensor]] = {}
-        for device, name, weight in opened(tmp_path).parts("float32", split, float8=keeps):
+        for device, name, weight in opened(tmp_path).parts("float32", split, kept=KeptForms(float8=keeps)):
             assert keeps or not isinstance(weight, Float8)
             found.setdefault(name, {})[device] = weight.numbers() if isinstance(weight, Float8) else weight
         for name, parts in found.items():
@@ -288,8 +289,8 @@ def test_formats_by_layer(tmp_path: Path) -> None:
     same(opened(tmp_path).load("float32", "cpu", None), numbers)
     kinds = {source.dtype for source in find_tensors(tmp_path).values() if isinstance(source, PackedTensor)}
     assert kinds == {"NVFP4", "F8_E4M3"}
-    kept = [name for _, name, weight in opened(tmp_path).parts("float32", one_device("cpu"), float8=True)
-            if isinstance(weight, Float8)]
+    parts = opened(tmp_path).parts("float32", one_device("cpu"), kept=KeptForms(float8=True))
+    kept = [name for _, name, weight in parts if isinstance(weight, Float8)]
     assert kept and all(".0." not in name for name in kept)
     assert opened(tmp_path).float8_names() == {*kept}
 

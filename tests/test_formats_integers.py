@@ -202,10 +202,12 @@ def quantizer(name: str) -> Quantizer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", ["pack-quantized, zeros", "gptq v2, zeros, order", "awq", "nf4, double"])
-def test_weights_and_logits(name: str, model: str, tmp_path: Path) -> None:
-    """Text model with experts one by one, draft head and vision tower; one layer is not quantized."""
-    written = write_model(tmp_path, model, quantizer(name), KINDS[name].config)
+@pytest.mark.parametrize("name, model, fused", [
+    *((name, model, False) for name in ("pack-quantized, zeros", "gptq v2, zeros, order", "awq", "nf4, double")
+      for model in MODELS), ("pack-quantized, zeros", "experts", True)])
+def test_weights_and_logits(name: str, model: str, fused: bool, tmp_path: Path) -> None:
+    """Text model, draft head and vision tower; one layer is not quantized, nor what fills no words of AWQ."""
+    kept = r"layers\.1\.|lm_head" if name == "awq" else r"layers\.1\."
+    written = write_model(tmp_path, model, quantizer(name), KINDS[name].config, fused=fused, kept=kept)
     check_weights(written)
     check_logits(written)

@@ -28,6 +28,7 @@ from deltic.loader.model_files import ModelFiles, open_model
 from deltic.loader.mtp_head import extract_head, find_head, load_stored_head
 from deltic.loader.names import EMBEDDING, HEAD
 from deltic.loader.quantize import FP8, STORED, quantize_tensors
+from deltic.loader.safetensors import KeptForms
 from deltic.model.tensor_parallel import WeightSplitter
 from deltic.ops.cuda.quantized import Tiles, tiles_form
 from deltic.ops.parts import one_device
@@ -72,7 +73,8 @@ def test_nan_weights_refused(value: float) -> None:
 
 def pairs(files: ModelFiles, dtype: DType) -> Iterator[tuple[str, torch.Tensor | Float8]]:
     """The weights; those in float8 stay."""
-    return ((name, weight) for _, name, weight in files.parts(dtype, one_device("cpu"), float8=True))
+    parts = files.parts(dtype, one_device("cpu"), kept=KeptForms(float8=True))
+    return ((name, weight) for _, name, weight in parts)
 
 
 def shape() -> ModelConfig:
@@ -224,7 +226,7 @@ def test_packed_projections_of_qwen3_next(kind: str, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, numbers[name].float()) for name, tensor in found.items())
     split = WeightSplitter(config, 2).over(["cpu", "cpu"])
     parts: dict[str, list[torch.Tensor]] = {}
-    for device, name, weight in opened.parts("float32", split, float8=True):
+    for device, name, weight in opened.parts("float32", split, kept=KeptForms(float8=True)):
         if isinstance(weight, Float8):
             parts.setdefault(name, []).append(weight.numbers())
             assert len(parts[name]) == device + 1

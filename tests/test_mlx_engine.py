@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_lora as lora
 import test_prefix_same_answer as reuse
 import test_same_answer as grid
 import test_speculation as drafts
@@ -210,6 +211,22 @@ def test_compiled_decode_steps_give_the_same_logits(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(step, "_decode_inputs", watched)
     same_logits(expected, stepwise_logits(session_over(runtime(), batch=1), tokens))
     assert sum(compiled) == len(tokens) - 3  # the first tokens have no inputs before them
+
+
+@needs_mlx
+@pytest.mark.parametrize("shape", some(lora.SHAPES, "dense", "experts"))
+def test_adapters_change_their_rows(shape: str, tmp_path: Path) -> None:
+    """torch computes steps with adapters, on the same memory."""
+    config, weights = lora.SHAPES[shape], lora.random_weights(lora.SHAPES[shape])
+    path = lora.random_adapter(tmp_path, config, seed=5, rank=3)
+    ours = lora.runtime_of(config, weights, device="mlx")
+    adapter = lora.adapters_of(ours, {"a": path})["a"]
+    whole = lora.runtime_of(config, lora.merged(config, weights, path), ops=("torch",))
+    prompt = numbers(1, 21, 509)
+    adapted, plain = lora.logits_of(ours, [(prompt, adapter), (prompt, None)], chunk=8)
+    same_logits(lora.logits_of(whole, [(prompt, None)])[0], adapted)
+    same_logits(lora.logits_of(ours, [(prompt, None)])[0], plain)
+    assert float((adapted - plain).abs().max()) > 0.01
 
 
 # Weights

@@ -160,14 +160,17 @@ def test_types_without_packed_form_are_refused() -> None:
 PLANES = {"Q8_0": (8,), "Q5_0": (4, 1), "Q5_1": (4, 1), "Q5_K": (4, 1), "Q6_K": (4, 2), "Q3_K": (2, 1), "Q2_K": (2,)}
 """Bits of the planes of codes; all others have one of four."""
 HEADERS = {"Q4_0": 32, "Q5_0": 32, "Q8_0": 32, "IQ4_NL": 32, "Q4_1": 64, "Q5_1": 64, "MXFP4": 16,
-           "Q4_K": 256, "Q5_K": 256, "Q2_K": 320, "Q6_K": 288, "Q3_K": 224, "IQ4_XS": 128, "NVFP4": 320, "INT4_32": 512,
-           "INT4_64": 256, "INT4_128": 128}
+           "Q4_K": 256, "Q5_K": 256, "Q2_K": 320, "Q6_K": 288, "Q3_K": 224, "IQ4_XS": 128}
 """Bytes in front of the codes."""
+RUNS = {"NVFP4": 64, "INT4_32": 32, "INT4_64": 64, "INT4_128": 128}
+"""Columns of types that have 64 bytes of scales in front of the codes of so many columns."""
 
 
 def code(name: str, block: Any, row: int, k: int) -> int:
     planes = PLANES.get(name, (4,))
-    at = HEADERS[name] + k // 32 * 64 * sum(planes)
+    at = HEADERS.get(name, 0) + k // 32 * 64 * sum(planes)
+    if name in RUNS:
+        at += 64 * (k // RUNS[name] + 1) + 64 * (name == "NVFP4")
     i, b = k % 32 // 4, k % 4
     result = position = 0
     for bits in planes:
@@ -193,14 +196,14 @@ def weight(name: str, block: Any, row: int, k: int) -> Any:
         low, high = byte(32, g // 2), byte(32 + 16 * (groups // 2), g // 4)
         return (low >> 4 * (g % 2) & 15 | (high >> 2 * (g % 4) & 3) << 4) - 32
 
-    def word(index: int) -> Any:
-        at = 64 * index + 4 * row
-        return np.array(block[at:at + 4], np.uint8).view(np.uint32)[0]
+    def word(at: int) -> Any:
+        return np.array(block[at + 4 * row:at + 4 * row + 4], np.uint8).view(np.uint32)[0]
 
     if name == "NVFP4":
-        return E2M1[q] * (E4M3[byte(64, g16)] * (word(0).view(np.float32) / single(128)))
-    if name.startswith("INT4"):
-        scale = word(k // int(name.removeprefix("INT4_")))
+        own = E4M3[byte(64 + k // 64 * 576, g16 % 4)]
+        return E2M1[q] * (own * (word(0).view(np.float32) / single(128)))
+    if name in RUNS:
+        scale = word(k // RUNS[name] * (64 + 8 * RUNS[name]))
         return (single(q) - single(scale & 255)) * (scale & np.uint32(0xffffff00)).view(np.float32)
     if name in ("Q4_0", "Q5_0", "Q8_0"):
         return d * single(q - {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}[name])
@@ -223,7 +226,7 @@ def weight(name: str, block: Any, row: int, k: int) -> Any:
     return d * single(six(8, g32)) * single(IQ4_VALUES[q])
 
 
-@pytest.mark.parametrize("name", sorted(HEADERS))
+@pytest.mark.parametrize("name", sorted({**HEADERS, **RUNS}))
 def test_quantized_block_layout(name: str) -> None:
     width, nbytes = BY_NAME[name].weights, BY_NAME[name].nbytes * 16
     raw = file_rows(name, 19, 2 * width)

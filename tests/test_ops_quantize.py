@@ -143,6 +143,7 @@ def test_threads_share_the_library() -> None:
 # Callers of the library
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "F16", "BF16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_large_matrices_are_quantized_in_pieces(kind: str, dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ from deltic.config import EngineConfig, ExpertsConfig, LinearConfig
 from deltic.engine.loading import load
 from deltic.loader.four_bits import InexactError, int4_blocks, mxfp4_blocks, nvfp4_blocks
 from deltic.loader.quantize import STORED, quantize_parts
+from deltic.loader.safetensors import KeptForms
 from deltic.model.tensor_parallel import WeightSplitter
 from deltic.ops.cpu import missing
 from deltic.ops.cuda.quantized import tiles_form
@@ -53,7 +54,7 @@ def form(name: str) -> str | tuple[Form, dict[str, Any]]:
 
 def kept(place: Path, packed: PackedForm, dtype: Any = "bfloat16") -> dict[str, Any]:
     files = opened(place)
-    parts = files.parts(dtype, one_device("cpu"), blocks=files.block_types(packed))
+    parts = files.parts(dtype, one_device("cpu"), kept=KeptForms(blocks=files.block_types(packed)))
     return quantize_parts(parts, STORED, files.config, [packed])[0]
 
 
@@ -87,7 +88,7 @@ def test_parts_for_devices(name: str, config: str, tmp_path: Path) -> None:
     packed, files = host_form(), opened(tmp_path)
     units = {key: 256 for key in files.block_types(packed) if key.endswith(".down_proj.weight")}
     split = WeightSplitter(CONFIGS[config], 2, units=units).over(["cpu", "cpu"])
-    parts = files.parts("bfloat16", split, blocks=files.block_types(packed))
+    parts = files.parts("bfloat16", split, kept=KeptForms(blocks=files.block_types(packed)))
     found = quantize_parts(parts, STORED, files.config, [packed, packed])
     for device, weights in enumerate(found):
         assert any(isinstance(weight, QTensor) for weight in weights.values())

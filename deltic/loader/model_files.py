@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from deltic.loader.hub import resolve
 from deltic.loader.lora_merge import LoraMerge
 from deltic.loader.mtp_head import find_head, head_in_memory, load_stored_head
 from deltic.loader.names import is_stack, packed_parts
-from deltic.loader.safetensors import NONE, Progress, StoredWeight, plan_directory, read_parts
+from deltic.loader.safetensors import DEQUANTIZED, KeptForms, Progress, StoredWeight, plan_directory, read_parts
 from deltic.loader.stored_blocks import block_type
 from deltic.loader.tensors import IN_MEMORY, ITEM_BYTES, Source, StoredTensor
 from deltic.loader.vision import (
@@ -115,14 +115,13 @@ class ModelFiles:
         return {name: tensor for _, name, tensor in found if isinstance(tensor, Tensor)}
 
     def parts(self, dtype: DType | Literal["auto"], split: Split, progress: Progress | None = None,
-              experts: bool = True, float8: bool = False, blocks: Mapping[str, BlockType] = NONE,
-              pack: Callable[[str, Source], Weight | None] | None = None
+              experts: bool = True, kept: KeptForms = DEQUANTIZED
               ) -> Iterator[tuple[int, str, StoredWeight | Weight]]:
         """Yields each device's part of the weights in file order: device, name, and tensor on the device. experts:
-        include theirs. float8: weights stored in float8 stay float8. blocks, pack: as in `read_parts`."""
+        include theirs. kept: weights of safetensors that stay quantized."""
         if self.gguf is not None:
             return read_file_parts(self.gguf, self.config, dtype, split, progress)
-        return read_parts(self._stored, self.config, dtype, split, progress, experts, float8, blocks, pack)
+        return read_parts(self._stored, self.config, dtype, split, progress, experts, kept)
 
     def load_packed(self, forms: Sequence[PackedForm], split: Split, progress: Progress | None = None,
                     experts: bool = True) -> list[dict[str, Weight]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
@@ -54,6 +54,24 @@ _ROUNDED: Final = 0.3
 _FLOAT16_LIMIT: Final = 65520.0  # the least value that rounds to infinity
 
 
+@dataclass(frozen=True, slots=True)
+class KeptForms:
+    """The weights that stay quantized while they are read.
+
+    float8: matrices and stacks that are stored in float8.
+    blocks: the types of blocks of those that stay as they are stored, by canonical name.
+    pack: reads a weight in the form of the only device, or returns None.
+    """
+
+    float8: bool = False
+    blocks: Mapping[str, BlockType] = NONE
+    pack: Callable[[str, Source], Weight | None] | None = None
+
+
+DEQUANTIZED: Final = KeptForms()
+"""No weight stays quantized."""
+
+
 def read_directory(
     path: str | Path | InMemory,
     config: ModelConfig,
@@ -68,13 +86,10 @@ def read_directory(
 
 
 def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | Literal["auto"], split: Split,
-               progress: Progress | None = None, experts: bool = True, float8: bool = False,
-               blocks: Mapping[str, BlockType] = NONE, pack: Callable[[str, Source], Weight | None] | None = None
+               progress: Progress | None = None, experts: bool = True, kept: KeptForms = DEQUANTIZED
                ) -> Iterator[tuple[int, str, StoredWeight | Weight]]:
     """Yields each device's part of the tensors of `expected_tensors(config)` in file order: device, name, and tensor,
-    contiguous, on the device. experts: include theirs. float8: matrices and stacks stored in float8 stay float8.
-    blocks: weights that stay as they are stored, with the types of their blocks. pack: reads a weight in the form of
-    the only device, or returns None.
+    contiguous, on the device. experts: include theirs. kept: the weights that stay quantized.
 
     Matrices are of `dtype` (`auto`: the config's), norms and decay parameters float32 (`tensor_dtype`). No byte of the
     files is read for several devices, unless they all have it. `progress(done, total)` counts bytes. Peak memory is
@@ -90,20 +105,20 @@ def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | 
         logger.info("%d scales of activations, keys and values in %s are not used: activations are not quantized, and "
                     "`kv_dtype` determines how keys and values are stored", unused, place)
     sources = {name: source for name, source in planned.items() if experts or not is_stack(name)}
-    kept: DType = config.dtype if dtype == "auto" else dtype
+    own: DType = config.dtype if dtype == "auto" else dtype
     total = sum(stored.nbytes for stored in sources.values())
     done = 0
     for name, stored in sources.items():
         if name == HEAD and config.tie_word_embeddings:
             continue
-        packed = pack(name, stored) if pack else None
-        type = blocks.get((packed_parts(name) or (name,))[0])
+        packed = kept.pack(name, stored) if kept.pack else None
+        type = kept.blocks.get((packed_parts(name) or (name,))[0])
         if packed is not None:
             yield 0, name, packed
         elif type:
-            yield from _blocks_of(name, stored, type, config, kept, split)
+            yield from _blocks_of(name, stored, type, config, own, split)
         else:
-            yield from _parts_of(name, stored, config, kept, split, float8)
+            yield from _parts_of(name, stored, config, own, split, kept.float8)
         del packed
         done += stored.nbytes
         if progress is not None:

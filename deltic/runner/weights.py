@@ -34,7 +34,7 @@ from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.model_files import ModelFiles
 from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, is_stack, packed_parts, tensor_dtype
 from deltic.loader.quantize import FP8, STORED, quantize_parts, quantize_tower, quantized_bytes, quantized_units
-from deltic.loader.safetensors import Progress
+from deltic.loader.safetensors import KeptForms, Progress
 from deltic.loader.tensors import Source
 from deltic.loader.vision import expected_tower
 from deltic.model.draft_vocabulary import Tokens, draftable
@@ -275,7 +275,8 @@ class WeightReader:
         if source.random:
             return self._split.cut(source.random.tensors(source.config, self.dtype, self.options.devices[0]))
         assert source.files
-        return source.files.parts(self.dtype, self._split, self._progress, self._here, float8, self._stored, pack)
+        return source.files.parts(self.dtype, self._split, self._progress, self._here,
+                                  KeptForms(float8, self._stored, pack))
 
     def _slice_units(self) -> dict[str, int]:
         """Returns the columns that slices of each packed `down` of a feed-forward are multiples of."""

@@ -70,13 +70,15 @@ Result = delta.GdnResult | attend.KvResult
 
 
 def step(ops: Ops, decoder: DecoderWeights, views: CacheViews
-         ) -> Callable[[Batch], tuple[Tensor, Tensor | None]] | None:
+         ) -> Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None:
     if not _serves(ops, decoder, views):
         return None
     model = _Model(decoder, views)
     decode = mx.compile(model.decode) if compiles() else None
 
-    def run(batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def run(batch: Batch) -> tuple[Tensor, Tensor | None] | None:
+        if batch.adapters:
+            return None
         plans = _plans(batch, decoder, views)
         turns = Turns.of(TORCH.rope(batch.positions, decoder.rope))
         inputs = _decode_inputs(batch, plans, turns) if decode else None
