@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final, Literal
 
 import torch
@@ -40,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 StoredWeight = torch.Tensor | Float8 | StoredBlocks
-NONE: Final[Mapping[str, BlockType]] = MappingProxyType({})
-"""No weight stays as it is stored in blocks."""
 
 TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,7 +61,7 @@ class KeptForms:
     """
 
     float8: bool = False
-    blocks: Mapping[str, BlockType] = NONE
+    blocks: Mapping[str, BlockType] = field(default_factory=dict)
     pack: Callable[[str, Source], Weight | None] | None = None
 
 
