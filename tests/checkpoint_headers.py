@@ -38,6 +38,31 @@ MIXTURE: dict[str, Any] = {**SMALL, "architectures": ["Qwen3_5MoeForConditionalG
 del MIXTURE["text_config"]["intermediate_size"]
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
 BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+INTEGERS: dict[str, Callable[[int, int], Tensors]] = {
+    "INT4": lambda rows, columns: {
+        "weight_packed": ("I32", (rows, columns // 8)), "weight_scale": ("BF16", (rows, columns // 32)),
+        "weight_shape": ("I64", (2,))},
+    "GPTQ": lambda rows, columns: {
+        "qweight": ("I32", (columns // 8, rows)), "qzeros": ("I32", (columns // 128, rows // 8)),
+        "scales": ("F16", (columns // 128, rows)), "g_idx": ("I32", (columns,))},
+    "AWQ": lambda rows, columns: {
+        "qweight": ("I32", (columns, rows // 8)), "qzeros": ("I32", (columns // 128, rows // 8)),
+        "scales": ("F16", (columns // 128, rows))},
+    "MLX": lambda rows, columns: {
+        "weight": ("U32", (rows, columns // 8)), "scales": ("BF16", (rows, columns // 64)),
+        "biases": ("BF16", (rows, columns // 64))}}
+"""Tensors of a matrix in four bits, by the ends of their names."""
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "INT4": {"quantization_config": {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
+            "targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group",
+                                               "symmetric": True}}}}},
+    "GPTQ": {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False,
+                                     "sym": True, "checkpoint_format": "gptq"}},
+    "AWQ": {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True,
+                                    "version": "gemm"}},
+    "MLX": {"quantization": {"group_size": 64, "bits": 4}}}
+"""What the config has about each of these forms."""
 PREFIX = "model.language_model."
 
 
@@ -65,6 +90,8 @@ def _forms(name: str, shape: tuple[int, ...], form: str) -> Tensors:
     if form == "FP8":
         blocks = (-(-rows // 128), -(-columns // 128))
         return {name: ("F8_E4M3", shape), f"{module}.weight_scale_inv": ("F32", blocks)}
+    if form in INTEGERS:
+        return {f"{module}.{end}": stored for end, stored in INTEGERS[form](rows, columns).items()}
     assert form == "NVFP4"
     return {name: ("U8", (rows, columns // 2)), f"{module}.weight_scale": ("F8_E4M3", (rows, columns // 16)),
             f"{module}.weight_scale_2": ("F32", ()), f"{module}.input_scale": ("F32", ())}

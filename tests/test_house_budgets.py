@@ -21,7 +21,7 @@ LINES = {
     "embeddings": 2600,
     "engine": 3945,
     "export": 3950,
-    "loader": 9200,
+    "loader": 9220,
     "model": 1180,
     "ops": 13860,
     "runner": 4400,

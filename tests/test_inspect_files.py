@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_headers import BLOCK_FP8, DENSE, MIXTURE, MODELOPT, SMALL, Stored, files_of, tensors_of
+from checkpoint_headers import BLOCK_FP8, DENSE, MIXTURE, MODELOPT, QUANTIZATIONS, SMALL, Stored, files_of, tensors_of
 from gguf_models import BLOCKY
 from hub_cases import COMMIT, LocalHub, local_hub
 from huggingface_hub import constants
@@ -23,6 +23,7 @@ from deltic.cli import command_parser, main
 from deltic.cli.inspect_files import survey_facts
 from deltic.errors import DelticError
 from deltic.loader import ranges, survey
+from deltic.ops.cpu import missing
 
 
 @pytest.fixture
@@ -92,6 +93,8 @@ def test_layers_by_kind_and_bits(hub: LocalHub, inspect: Callable[..., Report]) 
     assert rows["GDN", "F8_E4M3"]["layers"] == 48 and rows["GDN", "F8_E4M3"]["bits"] == 8.0
     assert {*rows["GDN", "BF16"]["weights"][:2]} == {"in_proj_a", "in_proj_b"}
     assert rows["attention", "F8_E4M3"]["layers"] == 16 and rows["head", "NVFP4"]["layers"] is None
+    assert rows["MLP", "NVFP4"]["on_cpu"] == ("packed" if not missing() else "bfloat16")
+    assert rows["GDN", "F8_E4M3"]["on_cpu"] == rows["MTP head", "BF16"]["on_cpu"] == "bfloat16"
     assert rows["MTP head", "BF16"]["bits"] == 16.0 and rows["embeddings", "BF16"]["parameters"] == 248320 * 5120
     assert report.facts["warnings"] == []
     config = report.facts["config"]
@@ -155,6 +158,29 @@ def test_a_gguf_file_and_a_revision(hub: LocalHub, inspect: Callable[..., Report
     half = inspect(str(tmp_path / "half.gguf"))
     assert half.code == 2 and "is truncated or corrupt" in half.error and half.facts["layers"] == local.facts["layers"]
     assert "give one" in inspect("org/name@main:Q8_0", "--revision", "v1").error
+
+
+@pytest.mark.parametrize(("form", "stored_as", "bits"), [
+    ("INT4", "packed integers", 4.5), ("GPTQ", "GPTQ", 4.16), ("AWQ", "AWQ", 4.16), ("MLX", "MLX integers", 4.5)])
+def test_integers_of_four_bits(hub: LocalHub, inspect: Callable[..., Report], form: str, stored_as: str,
+                               bits: float) -> None:
+    publish(hub, {**SMALL, **QUANTIZATIONS[form]},
+            lambda name: form if ".mlp." in name and "mtp" not in name else "BF16")
+    report = inspect("org/name", "--memory", "64MiB")
+    assert report.code == 0, report.error
+    row = report.rows["MLP", stored_as]
+    assert row["bits"] == bits and row["parameters"] == 8 * 3 * 512 * 256 and row["layers"] == 8
+    assert report.facts["warnings"] == []
+    assert row["on_cpu"] == ("bfloat16" if missing() or form == "MLX" else "packed")
+
+
+def test_columns_in_another_order(hub: LocalHub, inspect: Callable[..., Report]) -> None:
+    """Which columns belong together is not read: the config has whether they are ordered."""
+    config = {"quantization_config": {**QUANTIZATIONS["GPTQ"]["quantization_config"], "desc_act": True}}
+    publish(hub, {**SMALL, **config}, lambda name: "GPTQ" if ".mlp." in name and "mtp" not in name else "BF16")
+    report = inspect("org/name", "--memory", "64MiB")
+    assert report.code == 0, report.error
+    assert report.rows["MLP", "GPTQ"]["on_cpu"] == "bfloat16"
 
 
 # Warnings
@@ -256,7 +282,7 @@ def loops(handler: BaseHTTPRequestHandler) -> None:
 
 
 def waits(handler: BaseHTTPRequestHandler) -> None:
-    time.sleep(0.6)
+    time.sleep(2)
     handler.close_connection = True
 
 
@@ -266,7 +292,7 @@ def drips(handler: BaseHTTPRequestHandler) -> None:
     handler.end_headers()
     handler.close_connection = True
     with suppress(OSError):  # the client has given up
-        for _ in range(20):
+        for _ in range(100):
             handler.wfile.write(b"{")
             time.sleep(0.05)
 
@@ -297,13 +323,13 @@ def test_errors_of_a_hub_say_what_to_do(hub: LocalHub, inspect: Callable[..., Re
                                         monkeypatch: pytest.MonkeyPatch) -> None:
     publish(hub, SMALL, lambda name: "BF16")
     hub.instead[place] = answer
-    monkeypatch.setattr(ranges, "_TIMEOUT", 0.3)
-    monkeypatch.setattr(ranges, "_PATIENCE", 0.2)
-    monkeypatch.setattr(ranges, "_SLOWEST", 1 << 60)
-    started = time.monotonic()
+    if answer is waits:
+        monkeypatch.setattr(ranges, "_TIMEOUT", 0.3)
+    if answer is drips:
+        monkeypatch.setattr(ranges, "_PATIENCE", 0.2)
+        monkeypatch.setattr(ranges, "_SLOWEST", 1 << 60)
     report = inspect("org/name")
-    assert report.code == 2 and hint in report.error, report.error
-    assert time.monotonic() - started < 5 and len(report.error) < 1500
+    assert report.code == 2 and hint in report.error and len(report.error) < 1500, report.error
 
 
 def test_token_and_offline_mode(hub: LocalHub, inspect: Callable[..., Report], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,14 +50,14 @@ def survey_facts(found: Survey, args: argparse.Namespace) -> Facts:
 
 def group_facts(found: Survey, args: argparse.Namespace) -> Facts:
     """A row for the weights of each kind that are stored alike, and warnings."""
-    engines, files = _engines(args), found.files
+    engines, files, groups = _engines(args), found.files, found.groups[:_MAX_ROWS]
+    forms = {engine.device: _forms(groups, files, engine) for engine in engines} if files else {}
     rows = []
-    for group in found.groups[:_MAX_ROWS]:
+    for index, group in enumerate(groups):
         bits = None if group.bits is None else round(group.bits, 2)
         row = {"kind": group.kind, "layers": group.layers or None, "stored_as": clipped(group.storage), "bits": bits,
                "parameters": group.parameters, "mib": rounded_mib(group.nbytes)}
-        if files:
-            row |= {f"on_{engine.device}": _served(group, files, engine) for engine in engines}
+        row |= {f"on_{device}": found[index] for device, found in forms.items()}
         rows.append({**row, "weights": [clipped(name[:_MAX_NAME]) for name in group.names[:_MAX_ROWS]]})
     return {"layers": rows, "warnings": [clipped(as_typed(warning)) for warning in found.warnings]}
 
@@ -96,18 +96,20 @@ def _engines(args: argparse.Namespace) -> list[EngineConfig]:
         return [engine]
 
 
-def _served(group: WeightGroup, files: ModelFiles, engine: EngineConfig) -> str:
-    """How a device has these weights in memory."""
+def _forms(groups: list[WeightGroup], files: ModelFiles, engine: EngineConfig) -> list[str]:
+    """How a device has the weights of each group in memory."""
     from deltic.loader.survey import MTP_HEAD, NORMS, VISION
-    from deltic.runner.weights import stays_packed, stored_types
+    from deltic.runner.weights import packed_storages
 
     dtype = activation_dtype(files.config, engine)
-    apart = group.kind == VISION or (group.kind == MTP_HEAD and engine.on_gpu)
-    stored = stored_types(files, engine, dtype)
-    packed = set() if apart else {stays_packed(files, engine, dtype, group.storage, columns)
-                                  or stored.keys() >= {*group.names} for columns in group.columns}
-    plain = dtype if engine.quant == "none" or apart or group.kind == NORMS else engine.quant
-    return {(True,): "packed", (False, True): f"packed or {plain}"}.get(tuple(sorted(packed)), plain)
+    kept, packs_head = packed_storages(files, engine, dtype), files.gguf is not None and not engine.on_gpu
+    found = []
+    for group in groups:
+        apart = group.kind == VISION or (group.kind == MTP_HEAD and not packs_head)
+        packed = {(group.storage, columns) in kept and not apart for columns in group.columns}
+        plain = dtype if engine.quant == "none" or apart or group.kind == NORMS else engine.quant
+        found.append({(True,): "packed", (False, True): f"packed or {plain}"}.get(tuple(sorted(packed)), plain))
+    return found
 
 
 def _device_facts(files: ModelFiles, groups: list[WeightGroup], engine: EngineConfig) -> Facts:
@@ -116,7 +118,8 @@ def _device_facts(files: ModelFiles, groups: list[WeightGroup], engine: EngineCo
 
     config, dtype = files.config, activation_dtype(files.config, engine)
     sizes = served_sizes(files, engine, dtype)
-    others = sum(_other_bytes(group, files, engine, dtype) for group in groups)
+    forms = _forms(groups, files, engine)
+    others = sum(_other_bytes(group, form, dtype) for group, form in zip(groups, forms, strict=True))
     facts: Facts = {"device": engine.device, "weights_mib": rounded_mib(sum(sizes.values()) + others)}
     if not engine.on_gpu:
         facts["available_mib"] = rounded_mib(available_memory())
@@ -124,13 +127,13 @@ def _device_facts(files: ModelFiles, groups: list[WeightGroup], engine: EngineCo
     return facts | (memory_facts(config, engine, *plan) if plan else {"max_context": 0, "warnings": [_NO_ROOM]})
 
 
-def _other_bytes(group: WeightGroup, files: ModelFiles, engine: EngineConfig, dtype: DType) -> int:
-    """Bytes of a draft head or a vision tower."""
+def _other_bytes(group: WeightGroup, form: str, dtype: DType) -> int:
+    """Bytes of a draft head or a vision tower in memory."""
     from deltic.loader.survey import MTP_HEAD, VISION
 
     if group.kind not in (MTP_HEAD, VISION):
         return 0
-    return group.nbytes if _served(group, files, engine) == "packed" else (group.parameters or 0) * DTYPE_BYTES[dtype]
+    return group.nbytes if form == "packed" else (group.parameters or 0) * DTYPE_BYTES[dtype]
 
 
 def _parameters(groups: list[WeightGroup]) -> int | None:

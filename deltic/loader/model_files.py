@@ -96,6 +96,12 @@ class ModelFiles:
         names = [name for name, source in plan.items() if source.dtype == FLOAT8]
         return {part for name in names for part in packed_parts(name) or (name,)}
 
+    def storages(self) -> dict[str, tuple[str, int]]:
+        """Returns dtype or format, and columns, of each tensor of safetensors by canonical name."""
+        plan = plan_directory(self._stored, self.config)
+        return {part: (source.dtype, source.shape[-1]) for name, source in plan.items()
+                for part in packed_parts(name) or (name,)}
+
     def block_types(self, form: PackedForm) -> dict[str, BlockType]:
         """Returns the types of the blocks of weights in safetensors that stay as they are stored, by canonical name."""
         if self.gguf is not None:

@@ -13,6 +13,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from deltic.config import GenerationDefaults, ModelConfig
 from deltic.config.quantization import PLAIN, Quantization, read_quantization
 from deltic.config.vision import ImageConfig, Vision, VisionConfig
@@ -77,12 +79,13 @@ _ORDER: Final = ("embeddings", GDN, ATTENTION, "MLP", "experts", "shared experts
 _LAYER: Final = re.compile(r"(?:^|\.)(?:layers|blocks|blk)\.(\d+)\.")
 _LAST_NAME: Final = re.compile(r"([^.]+?)(?:\.(?:weight|bias))?$")
 _PLAIN_TYPES: Final = ("F64", "F32", "F16", "BF16")
+_ORDER_NAMES: Final = (".g_idx", "_g_idx")
 _CODES: Final = ("U8", "I32", "U32", "I64", "U64")
 """Dtypes that may hold several weights each."""
 
 
 @dataclass(frozen=True, slots=True)
-class StoredWeight:
+class SurveyedWeight:
     """A weight, or several that a file has in one tensor.
 
     kind: a key of _KINDS.
@@ -147,7 +150,7 @@ class Survey:
     files: ModelFiles | None = None
     refusal: str | None = None
     whole: bool = True
-    weights: list[StoredWeight] = field(default_factory=list)
+    weights: list[SurveyedWeight] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     tokenizer: bool = False
     chat_template: bool = False
@@ -155,7 +158,7 @@ class Survey:
     @cached_property
     def groups(self) -> list[WeightGroup]:
         """The weights by kind and storage, the largest of a kind first."""
-        found = defaultdict[tuple[str, str], list[StoredWeight]](list)
+        found = defaultdict[tuple[str, str], list[SurveyedWeight]](list)
         for weight in self.weights:
             found[weight.kind, weight.storage].append(weight)
         groups = [_group(kind, storage, weights) for (kind, storage), weights in found.items()]
@@ -170,7 +173,7 @@ def _kind_of(name: str) -> str:
     return next(kind for kind, pattern in _KINDS.items() if pattern.search(name))
 
 
-def _group(kind: str, storage: str, weights: Sequence[StoredWeight]) -> WeightGroup:
+def _group(kind: str, storage: str, weights: Sequence[SurveyedWeight]) -> WeightGroup:
     largest = sorted(weights, key=lambda weight: -weight.nbytes)
     names = dict.fromkeys(found[1] for weight in largest if (found := _LAST_NAME.search(weight.name)))
     layers = {found[1] for weight in weights if (found := _LAYER.search(weight.name))}
@@ -215,14 +218,14 @@ def _survey_directory(files: CheckpointFiles, local: bool) -> Survey:
     files, found = replace(files, whole=False), Survey(files.place, whole=local)
     mapping = files.json(CONFIG)
     quantization = _read_configs(files, mapping, found)
-    tensors = _read_tensors(files, found)
+    tensors = _with_orders(_read_tensors(files, found), quantization)
     problems: list[str] = []
     sources = combine(tensors, quantization, problems)
     for problem in problems:
         found.refuse(problem)
     if problems:
         found.warnings.append(f"{len(problems)} weights cannot be read: {problems[0]}")
-    found.weights += [_stored_weight(name, source) for name, source in sources.items() if not is_unused_scale(name)]
+    found.weights += [_surveyed_weight(name, source) for name, source in sources.items() if not is_unused_scale(name)]
     if found.config and tensors and found.refusal is None:
         _plan(InMemory(tensors, quantization, str(files.place)), mapping, found)
     _check_texts(files, found)
@@ -284,6 +287,16 @@ def _read_tensors(files: CheckpointFiles, found: Survey) -> dict[str, StoredTens
     return tensors
 
 
+def _with_orders(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> dict[str, StoredTensor]:
+    """Replaces the groups of columns (g_idx), by which weights stay packed or not: by none if the config orders no
+    columns, else by numbers that are in no order."""
+    groups = [quantization.settings, *filter(None, quantization.groups())]
+    ordered = any(group.get("desc_act") or group.get("actorder") == "group" for group in groups)
+    zero = torch.zeros((), dtype=torch.int32)
+    return {name: replace(stored, data=zero.expand(stored.shape)) if name.endswith(_ORDER_NAMES) else stored
+            for name, stored in tensors.items() if ordered or not name.endswith(_ORDER_NAMES)}
+
+
 def _weight_files(files: CheckpointFiles, found: Survey) -> list[str]:
     """Returns the safetensors files of the model that exist."""
     names = [name for name in files.sizes if name.endswith(".safetensors") and "/" not in name]
@@ -323,9 +336,9 @@ def _check_whole(path: Path, size: int, start: int, end: int, found: Survey) -> 
                      "download it again")
 
 
-def _stored_weight(name: str, source: Source) -> StoredWeight:
+def _surveyed_weight(name: str, source: Source) -> SurveyedWeight:
     count = None if source.dtype in _CODES else prod(source.shape)
-    return StoredWeight(name, _kind_of(name), source.dtype[:_MAX_STORAGE], source.shape, count, source.nbytes)
+    return SurveyedWeight(name, _kind_of(name), source.dtype[:_MAX_STORAGE], source.shape, count, source.nbytes)
 
 
 def _plan(stored: InMemory, mapping: Mapping[str, Any], found: Survey) -> None:
@@ -432,12 +445,12 @@ def _plan_gguf(gguf: GgufFile, found: Survey) -> None:
     found.weights += [weight for weight in _stored_in(gguf) if weight.kind == VISION]
 
 
-def _stored_in(gguf: GgufFile) -> list[StoredWeight]:
+def _stored_in(gguf: GgufFile) -> list[SurveyedWeight]:
     return [_gguf_weight(name, tensor) for name, tensor in gguf.tensors.items()]
 
 
-def _gguf_weight(name: str, tensor: GgufTensor) -> StoredWeight:
-    return StoredWeight(name, _kind_of(name), tensor.type.name, tensor.shape, prod(tensor.shape), tensor.nbytes)
+def _gguf_weight(name: str, tensor: GgufTensor) -> SurveyedWeight:
+    return SurveyedWeight(name, _kind_of(name), tensor.type.name, tensor.shape, prod(tensor.shape), tensor.nbytes)
 
 
 def _check_gguf_texts(gguf: GgufFile, found: Survey) -> None:
@@ -483,15 +496,15 @@ def quality_warnings(found: Survey) -> list[str]:
     return warnings
 
 
-def _fewer_bits(weight: StoredWeight, bits: float) -> bool:
+def _fewer_bits(weight: SurveyedWeight, bits: float) -> bool:
     return weight.bits is not None and weight.bits < bits
 
 
-def _layers(weights: Iterable[StoredWeight]) -> int:
+def _layers(weights: Iterable[SurveyedWeight]) -> int:
     return len({found[1] for weight in weights if (found := _LAYER.search(weight.name))})
 
 
-def _storages(weights: Iterable[StoredWeight]) -> str:
+def _storages(weights: Iterable[SurveyedWeight]) -> str:
     return ", ".join(dict.fromkeys(weight.storage for weight in weights))
 
 

@@ -18,6 +18,7 @@ from deltic.cache.offload.identity import FileMark, Identity, ModelIdentity, mac
 from deltic.config import DTYPE_BYTES, DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.families import FAMILIES
 from deltic.errors import ConfigError, ModelError
+from deltic.loader.formats import mlx
 from deltic.loader.formats.fp8 import FLOAT8, Float8
 from deltic.loader.gguf.affine import affine_rows
 from deltic.loader.gguf.blocks import BY_NAME, BlockType
@@ -429,14 +430,20 @@ def keeps_float8(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool
     return (not not_packed(options, files.config, dtype) and not _kernels_missing(options) and files.has_float8)
 
 
-def stays_packed(files: ModelFiles, options: EngineConfig, dtype: DType, storage: str, columns: int) -> bool:
-    """True if a matrix stays as it is stored. storage: its GGUF type, or the name of its format."""
-    if files.gguf is None:
-        return storage == FLOAT8 and keeps_float8(files, options, dtype)
-    kind = BY_NAME.get(storage)
-    if kind is None or kind.weights == 1 or not keeps_packed(files, options, dtype):
-        return False
-    return packed_form(options, options.device).serves(storage, columns)
+def packed_storages(files: ModelFiles, options: EngineConfig, dtype: DType) -> set[tuple[str, int]]:
+    """Returns the storages of matrices that stay as they are stored: GGUF type or name of a format, and columns."""
+    if files.gguf is not None:
+        form = packed_form(options, options.device) if keeps_packed(files, options, dtype) else None
+        found = {(tensor.type, tensor.shape[-1]) for tensor in files.gguf.tensors.values()}
+        return {(type.name, columns) for type, columns in found
+                if form and type.weights > 1 and form.serves(type.name, columns)}
+    stored = files.storages()
+    if device_kind(options.device) == "mlx":
+        names = {format.name for format in mlx.FORMATS} if options.packed_weights != "off" else set[str]()
+        return {storage for storage in stored.values() if storage[0] in names}
+    float8 = keeps_float8(files, options, dtype)
+    blocks = stored_types(files, options, dtype)
+    return {storage for name, storage in stored.items() if name in blocks or (float8 and storage[0] == FLOAT8)}
 
 
 def served_sizes(files: ModelFiles, options: EngineConfig, dtype: DType) -> dict[str, int]:
