@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from expert_cases import text_of
+from mutations import mutated
 from safetensors.torch import load_file, save_file
 from support import moe_shape, odd_shape, tiny_texts
-from test_gguf_file import mutated
 from test_tensor_parallel import needs_kernels, wide_shape
 from torch import Tensor
 

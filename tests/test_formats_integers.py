@@ -15,10 +15,10 @@ from expert_cases import text_of
 from format_cases import KINDS as MODELS
 from format_cases import Quantizer, check_logits, check_weights, write_model
 from integer_cases import KINDS, Kind
+from mutations import mutated
 from safetensors.torch import save_file
 from support import tiny_texts
 from test_formats import CONFIGS, Form, changed_config, changed_header, examine, opened, same, shape, write
-from test_gguf_file import mutated
 from torch import Tensor
 
 from deltic.config import ModelConfig

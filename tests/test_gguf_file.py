@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutations import mutated
 
 from deltic.errors import ModelError
 from deltic.loader.gguf.file import GgufFile
@@ -254,30 +255,6 @@ def test_a_tensor_in_two_parts_is_refused(tmp_path):
 
 
 # Whatever the bytes are
-
-
-INTERESTING = [struct.pack("<Q", value) for value in (0, 1, 255, 1 << 31, (1 << 32) - 1, 1 << 62, (1 << 64) - 1)]
-
-
-def mutated(data, rng):
-    """The data with one to four bytes or words changed, or runs put in, taken out, doubled."""
-    data = bytearray(data)
-    for _ in range(rng.randint(1, 4)):
-        at, length = rng.randrange(len(data) + 1), rng.choice((1, 2, 4, 8, 16, rng.randint(1, 64)))
-        kind = rng.randrange(6)
-        if kind == 0 and at < len(data):
-            data[at] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            data[at:at + 1] = bytes([rng.randrange(256)])
-        elif kind == 2:
-            data[at:at + 8] = rng.choice(INTERESTING)
-        elif kind == 3:
-            data[at:at] = rng.randbytes(length)
-        elif kind == 4:
-            del data[at:at + length]
-        else:
-            data[at:at] = data[at:at + length]
-    return bytes(data)
 
 
 def examine(path, data):

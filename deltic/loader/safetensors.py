@@ -56,7 +56,7 @@ class KeptForms:
     """The weights that stay quantized while they are read.
 
     float8: matrices and stacks that are stored in float8.
-    blocks: the types of blocks of those that stay as they are stored, by canonical name.
+    blocks: the types of blocks of weights that stay as they are stored, by canonical name.
     pack: reads a weight in the form of the only device, or returns None.
     """
 
