@@ -10,6 +10,7 @@ import torch
 from op_cases import generator, randn
 from torch import Tensor
 
+from deltic.loader.four_bits import TYPES as FOUR_BITS
 from deltic.loader.gguf.blocks import BY_NAME
 from deltic.loader.gguf.quantize import _ENCODERS, quantize
 from deltic.ops import Ops, backends, reference
@@ -100,12 +101,12 @@ KINDS = [name for name in _ENCODERS if name not in ("F32", "F16", "BF16")]
 
 def quantized(weights: MoeWeights, kind: str) -> MoeWeights:
     """Packed as in a GGUF file: gate and up by themselves, the router in float32."""
-    arena = Arena()
+    arena, types = Arena(), {**BY_NAME, **FOUR_BITS}
 
     def pack(matrix: Tensor, type: str = kind) -> QTensor:
-        raw = quantize(matrix.numpy(), BY_NAME[type]).reshape(-1)
+        raw = quantize(matrix.numpy(), types[type]).reshape(-1)
         size = len(raw) // len(matrix)
-        return pack_rows(type, BY_NAME[type].id, *matrix.shape, size, lambda start, count: raw[start:start + count],
+        return pack_rows(type, types[type].id, *matrix.shape, size, lambda start, count: raw[start:start + count],
                          arena)
 
     def of(part: MlpWeights) -> MlpWeights:
