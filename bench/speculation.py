@@ -13,8 +13,8 @@ forced     random qwen3.5-0.8b with a random head that drafts in earnest; of its
            Of 1 and of 8 sequences.
 mixture    the same with a mixture of experts and its head, whose answers are the text of `experts.py`: so each draft
            may pass other experts than those before it, which have to be read too
-part       a part of the matrix of logits drafts and the whole verifies (`--speculate head`). The file has random weights,
-           of whose tokens the part contains an eighth; it is made to contain each token with a probability
+part       a part of the matrix of logits drafts and the whole verifies (`--speculate head`). Weights are random,
+           so the part contains an eighth of the tokens; it is made to contain each token with a probability
 text       the same with a real model, whose part drafts in earnest: how many of the tokens it contains, and time
 """
 

@@ -57,7 +57,7 @@ class Draft:
 class Head:
     """Draft up to so many tokens with the model itself and a part of the matrix of its logits."""
 
-    tokens: int = 5
+    tokens: int = 3
 
 
 Speculation = Auto | Mtp | Ngram | Draft | Head | None

@@ -74,7 +74,7 @@ def test_a_large_matrix_drafts_by_default(
     drafter = drafter_of(runtime)
     assert isinstance(drafter, HeadProposer) == drafts
     if isinstance(drafter, HeadProposer):
-        assert drafter.limit == (2 if speculate == "head:2" else 5)
+        assert drafter.limit == (2 if speculate == "head:2" else 3)
         assert 0 < drafter.head.part < 0.2 and 0 < drafter.head.share < 1
         assert runtime.cache.delta_logs.size
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from deltic.model.decoder import Decoder, blocks_of
@@ -20,6 +21,8 @@ PART: Final = 8
 """The base of the part is at most one in so many tokens of the vocabulary."""
 _WORTH: Final = 0.2
 """The share of a token's bytes that the matrix must have to be worth it."""
+_ROWS: Final = 4
+"""Hidden states that the kernels multiply while they read the matrix at memory's speed."""
 _LEAST: Final = 16 << 20
 """Bytes of the smallest matrix that is worth it. A smaller one may stay in the processor's cache."""
 
@@ -43,7 +46,9 @@ class PartialHead:
 
     def whole(self, hidden: Tensor) -> Tensor:
         """Hidden states [T, H] -> logits [T, V] float32."""
-        return self.decoder.logits(hidden)
+        if len(hidden) <= _ROWS:
+            return self.decoder.logits(hidden)
+        return torch.cat([self.decoder.logits(rows) for rows in hidden.split(_ROWS)])
 
 
 def build_partial_head(decoder: Decoder, tokens: Sequence[int] | None) -> PartialHead | None:

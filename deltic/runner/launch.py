@@ -262,7 +262,7 @@ class Launcher:
         rows, found = groups.proposer.run(flight.plan.rows, [each.sequence for each in own])
         flight.plan = replace(flight.plan, rows=tuple(rows))
         for each, row in zip(own, rows, strict=True):
-            each.row = row
+            each.row, each.base = row, row.done + 1
         self.seconds += time.perf_counter() - began
         return found
 

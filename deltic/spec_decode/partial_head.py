@@ -20,7 +20,6 @@ from torch import Tensor
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.model.partial_head import PartialHead
-from deltic.params import RING
 from deltic.runner.input_batch import InputBatch, build
 from deltic.runner.sampling import SampleRow, SamplingTable
 from deltic.spec_decode.draft_length import Acceptance
@@ -51,11 +50,6 @@ class HeadProposer:
         """Returns the groups of the next step; None if a mask or a forced token depends on drafts."""
         if any(sequence.guide or sequence.constraint for sequence, _ in wants):
             return None
-        for sequence, count in wants:
-            cache = sequence.cache
-            if cache is not None and cache.unflushed + count + 1 > RING:
-                # otherwise the log would be flushed amid the group
-                self._runtime.cache.states.flush(cache)
         return TokenGroups(self, frozenset(sequence for sequence, _ in wants), max(count for _, count in wants))
 
     def observe(self, sequence: Sequence, acceptance: Acceptance) -> None:
@@ -125,10 +119,13 @@ class TokenGroups:
 
 
 def _single(row: PlannedRow, index: int, token: int) -> PlannedRow:
-    """The row of the token `index` of a group, whose logits are put off."""
-    done = row.done + index
+    """The row of the token `index` of a group, whose logits are put off. The first one is no draft: it writes the
+    state, so the log holds no more than the drafts, and a step replays few tokens."""
+    done, base = row.done + index, row.done + 1
+    if not index:
+        base = row.done if row.base is None else row.base
     rotary = row.rotary if isinstance(row.rotary, int) else (
         row.rotary[0][index:index + 1], row.rotary[1][index:index + 1], row.rotary[2][index:index + 1])
     checkpoints = tuple([each for each in row.checkpoints if each[0] == done + 1])
-    return replace(row, tokens=(token,), done=done, logits=0, drafts=0, base=row.done if row.base is None else row.base,
+    return replace(row, tokens=(token,), done=done, logits=0, drafts=0, base=base, append=index > 0,
                    checkpoints=checkpoints, rotary=rotary)
