@@ -22,11 +22,11 @@ LINES = {
     "engine": 3775,
     "export": 3950,
     "loader": 6275,
-    "model": 1170,
+    "model": 1250,
     "ops": 11375,
-    "runner": 4150,
+    "runner": 4165,
     "server": 8520,
-    "spec_decode": 1110,
+    "spec_decode": 1310,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
