@@ -41,6 +41,7 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
 from deltic.engine.sequence import Sequence as Running
+from deltic.model.draft_vocabulary import DraftVocabulary
 from deltic.ops.types import Drafted
 from deltic.params import EngineRequest, SamplingParams
 from deltic.runner.launch import InFlight
@@ -130,7 +131,7 @@ class PlantedPart(HeadProposer):
         token = self._answers[request][place]
         return token if self._known[request][place] else token ^ 1
 
-    def knows(self, sequence: Running, place: int) -> bool:
+    def knows(self, vocabulary: DraftVocabulary, sequence: Running, place: int) -> bool:
         at = place - len(sequence.request.prompt)
         return self._known[sequence.request.id][max(at, 0)]
 
@@ -252,7 +253,7 @@ def _part(args: argparse.Namespace) -> None:
         runs = _in_turns(args, turns, requests)
         assert all(run.answers == answers for found in runs.values() for run in found), "a draft changes an answer"
         _record(args, runs, {"task": "part", "weights": args.part.stem, "threads": runtime.threads, "acceptance": share,
-                             "head_share": round(drafter.head.share, 3), "part": round(drafter.head.part, 3),
+                             "depth": drafter.limit, "head_share": round(drafter.head.share, 3),
                              "tokens_per_pass": round((len(answers["0"]) - 1) / runs["auto"][0].steps, 3)})
 
 
@@ -264,7 +265,7 @@ def _text(args: argparse.Namespace) -> None:
     same = runs["auto"][0].answers == runs["off"][0].answers
     tokens = sum(map(len, runs["auto"][0].answers.values()))
     _record(args, runs, {"task": "text", "weights": args.text.stem, "threads": runtime.threads, "tokens": tokens,
-                         "head_share": round(drafter.head.share, 3), "part": round(drafter.head.part, 3),
+                         "depth": drafter.limit, "head_share": round(drafter.head.share, 3),
                          "same_answers": same,
                          "tokens_per_pass": round((tokens - len(requests)) / runs["auto"][0].steps, 3)})
 
@@ -273,7 +274,8 @@ def _with_part(args: argparse.Namespace, path: Path) -> tuple[ModelRunner, HeadP
     runtime = load(str(path), EngineConfig(threads=args.threads, max_context=1024, max_batch=8, prefix_cache=False,
                                            memory="2GiB", speculate="head"))
     drafter = drafter_of(runtime)
-    assert isinstance(drafter, HeadProposer), "the file has no large matrix of logits"
+    assert isinstance(drafter, HeadProposer), "the file has no packed matrix of logits"
+    drafter.head.build()
     return runtime, drafter
 
 
@@ -341,7 +343,7 @@ def _record(args: argparse.Namespace, runs: dict[str, list[Served]], facts: dict
     name = next(name for name in runs if name != "off")
     ratios = [off.seconds / on.seconds for on, off in zip(runs[name], runs["off"], strict=True)]
     first = runs[name][0]
-    record("speculation", {**facts, "unit": "s", "pairs": len(ratios), "depth": DEPTH,
+    record("speculation", {"depth": DEPTH, **facts, "unit": "s", "pairs": len(ratios),
                            **{who: spread([run.seconds for run in found]) for who, found in runs.items()},
                            "drafted": first.drafted, "accepted": first.accepted,
                            "gain": round(median(ratios), 4), "gains": spread(ratios)})

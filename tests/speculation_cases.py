@@ -30,8 +30,9 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.sequence import Sequence as Running
+from deltic.model.decoder import Decoder
 from deltic.model.draft_vocabulary import draftable
-from deltic.model.partial_head import PartialHead, build_partial_head
+from deltic.model.partial_head import PartialHead
 from deltic.params import EngineRequest, SamplingParams
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.mtp import Wants
@@ -150,8 +151,14 @@ def half_of(runtime: ModelRunner) -> PartialHead:
     size = runtime.config.vocab_size
     tokens = draftable(size // 2, size)
     assert tokens and size % 2
-    found = build_partial_head(runtime.decoder, [token * 2 % size for token in tokens])
-    assert found
+    return part_of(runtime.decoder, [token * 2 % size for token in tokens])
+
+
+def part_of(decoder: Decoder, tokens: Sequence[int] | None) -> PartialHead:
+    """A part of these rows."""
+    found = PartialHead(decoder, lambda: tokens)
+    found.build()
+    assert found.vocabulary
     return found
 
 

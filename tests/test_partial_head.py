@@ -12,7 +12,7 @@ import pytest
 import torch
 from real_models import documents, smollm2
 from reuse_cases import runtime_of, serve, usage_of
-from speculation_cases import ANSWER, PARAMS, Dictate, EndingAt, half_of
+from speculation_cases import ANSWER, PARAMS, Dictate, EndingAt, half_of, part_of
 from support import drain, greedy, numbers, odd_runtime, odd_shape, reference, same_tokens, session_over, take
 from test_draft_vocabulary import panels
 from torch import Tensor
@@ -25,7 +25,7 @@ from deltic.engine.loading import RandomModel, load
 from deltic.errors import ConfigError
 from deltic.model import partial_head
 from deltic.model.draft_vocabulary import draftable
-from deltic.model.partial_head import PartialHead, build_partial_head
+from deltic.model.partial_head import PartialHead
 from deltic.ops.cpu import missing
 from deltic.ops.types import Sampling
 from deltic.params import EngineRequest, Head
@@ -75,8 +75,9 @@ def test_a_large_matrix_drafts_by_default(
     assert isinstance(drafter, HeadProposer) == drafts
     if isinstance(drafter, HeadProposer):
         assert drafter.limit == (2 if speculate == "head:2" else 3)
-        assert 0 < drafter.head.part < 0.2 and 0 < drafter.head.share < 1
-        assert runtime.cache.delta_logs.size
+        assert 0 < drafter.head.share < 1 and runtime.cache.delta_logs.size
+        drafter.head.build()
+        assert drafter.head.vocabulary and len(drafter.head.vocabulary.ids) == -(-vocabulary * 9 // 64 // 16) * 16
 
 
 # The two matrices
@@ -86,15 +87,15 @@ def test_a_large_matrix_drafts_by_default(
 def test_rows_have_the_same_bits_in_both(type: str) -> None:
     """One row or many, in the part or in the whole: a logit's bits depend on its row and its hidden state."""
     decoder = odd_runtime().decoder
-    head = build_partial_head(replace(decoder, weights=replace(decoder.weights, head=panels(type, 256))),
-                              draftable(64, 300))
-    assert head
-    head.vocabulary.see([299, 250])
+    head = part_of(replace(decoder, weights=replace(decoder.weights, head=panels(type, 256))), draftable(64, 300))
+    vocabulary = head.vocabulary
+    assert vocabulary
+    vocabulary.see([299, 250])
     hidden = torch.randn(12, 256)
     whole = head.whole(hidden)
     for first, end in ((0, 1), (3, 5), (4, 10), (0, 12)):
         for found, wanted in ((head.whole(hidden[first:end]), whole[first:end]),
-                              (head.partial(hidden[first:end]), whole[first:end, head.vocabulary.ids])):
+                              (head.partial(hidden[first:end], vocabulary), whole[first:end, vocabulary.ids])):
             assert torch.equal(found.view(torch.int32), wanted.contiguous().view(torch.int32))
 
 
@@ -105,14 +106,9 @@ def passes_of(engine: Engine) -> list[int]:
     """The rows of each pass over the whole matrix of a group."""
     found = list[int]()
     assert isinstance(engine.speculator.drafter, HeadProposer)
-    head = engine.speculator.drafter.head
-
-    class Counting(PartialHead):
-        def whole(self, hidden: Tensor) -> Tensor:
-            found.append(len(hidden))
-            return PartialHead.whole(self, hidden)
-
-    engine.speculator.drafter.head = Counting(head.decoder, head.vocabulary, head.share)
+    head: Any = engine.speculator.drafter.head
+    whole = head.whole
+    head.whole = lambda hidden: (found.append(len(hidden)), whole(hidden))[1]  # type: ignore[func-returns-value]
     return found
 
 
@@ -247,6 +243,40 @@ def test_nothing_is_drafted_where_the_part_contains_nothing(monkeypatch: pytest.
     assert not usage.drafted_tokens
 
 
+def test_the_part_is_built_once_an_answer_is_long() -> None:
+    """In a thread; and answers go on without where it cannot be built."""
+    runtime, chosen = runtime_of(odd_runtime()), list[int]()
+
+    def choose() -> list[int] | None:
+        chosen.append(1)
+        return draftable(256, 509)
+
+    head = PartialHead(runtime.decoder, choose)
+    engine = Engine(runtime, HeadProposer(runtime, head, 3), FixedDraftLength(3))
+    serve(engine, greedy(prompt(), 20, "short"))
+    assert head._builder is None and not chosen
+    plain = drain_of(Engine(runtime_of(odd_runtime())), greedy(prompt(), 200))
+    assert drain_of(engine, greedy(prompt(), 200)) == plain
+    assert head._builder
+    head._builder.join()
+    assert head.vocabulary and chosen == [1]
+    answers = serve(engine, greedy(prompt(), 200, "long"))
+    assert answers["long", 0].tokens == plain and usage_of(answers, "long").accepted_tokens
+
+
+def test_a_part_that_cannot_be_built(caplog: pytest.LogCaptureFixture) -> None:
+    def choose() -> list[int]:
+        raise OSError("the tokenizer is gone")
+
+    runtime = runtime_of(odd_runtime())
+    head = PartialHead(runtime.decoder, choose)
+    engine = Engine(runtime, HeadProposer(runtime, head, 3), FixedDraftLength(3))
+    assert len(drain_of(engine, greedy(prompt(), 60))) == 60
+    assert head._builder
+    head._builder.join()
+    assert head.vocabulary is None and "could not be copied" in caplog.text
+
+
 # Real matrices of logits
 
 
@@ -256,19 +286,21 @@ def test_a_million_draws_of_real_heads(model: str) -> None:
     """Hidden states of real text. Groups of six rows give the bits of single rows, so a draw is the same; and a part
     draws the token of the whole exactly if it contains that token."""
     runtime, head, hidden = real_head(model)
+    vocabulary = head.vocabulary
+    assert vocabulary
     draws, differ = 0, 0
     each = -(-1_000_000 // ((len(KINDS) - 1) * len(hidden)))
     for block in hidden.split(6):
         whole = head.whole(block)
         assert torch.equal(whole, torch.cat([head.whole(row[None]) for row in block]))
-        found = head.partial(block)
-        assert torch.equal(found, whole[:, head.vocabulary.ids])
-        spread = head.vocabulary.spread(found)
+        found = head.partial(block, vocabulary)
+        assert torch.equal(found, whole[:, vocabulary.ids])
+        spread = vocabulary.spread(found)
         for kind, (temperature, top_k, top_p, min_p) in KINDS.items():
             times = each if temperature else 1
             sampling = sampling_of(draws, times * len(block), temperature, top_k, top_p, min_p)
             chosen = [runtime.sample(logits.repeat(times, 1), sampling).tokens for logits in (whole, spread)]
-            inside = torch.isin(chosen[0], head.vocabulary.ids)
+            inside = torch.isin(chosen[0], vocabulary.ids)
             same = chosen[0] == chosen[1]
             if kind in ("greedy", "drawn"):
                 assert torch.equal(same, inside)
@@ -297,7 +329,6 @@ def real_head(model: str) -> tuple[ModelRunner, PartialHead, Tensor]:
     runtime = llm.runtime
     assert isinstance(runtime, ModelRunner)
     size = runtime.config.vocab_size
-    head = build_partial_head(runtime.decoder, draftable(size // 8, size))
-    assert head
+    head = part_of(runtime.decoder, draftable(size // 8, size))
     tokens = llm.tokenizer.encode(documents())[:1800]
     return runtime, head, session_over(runtime, context=2048).hidden_states(tokens)[-1].contiguous()

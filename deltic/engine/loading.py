@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.model_files import open_model
 from deltic.model.decoder import Decoder, build
 from deltic.model.mtp_head import build_head
-from deltic.model.partial_head import PART, PartialHead, build_partial_head, can_pay
+from deltic.model.partial_head import PART, PartialHead, can_pay, serves
 from deltic.ops import Ops, select
 from deltic.ops.capabilities import check_devices
 from deltic.ops.memory import memory_for
@@ -232,11 +233,11 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
 def _partial_head(reader: WeightReader, decoder: Decoder, texts: TokenizerTexts | None) -> PartialHead | None:
     """Returns the part of the matrix of logits that drafts; None if the options want none, or if it could not pay."""
     options, speculation = reader.options, reader.options.speculation
-    if not isinstance(speculation, Auto | Head) or options.on_gpu or decoder.others:
+    if not isinstance(speculation, Auto | Head) or options.on_gpu or decoder.others or not serves(decoder):
         return None
     if isinstance(speculation, Auto) and not can_pay(decoder):
         return None
-    return build_partial_head(decoder, reader.draft_vocabulary(texts, decoder.config.vocab_size // PART))
+    return PartialHead(decoder, partial(reader.draft_vocabulary, texts, decoder.config.vocab_size // PART))
 
 
 def _over_gpus(source: OpenedModel, options: EngineConfig, ops: Ops, dtype: DType, use: _Use) -> EngineConfig:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from deltic.engine.scheduler import Scheduler
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import UNKNOWN, StepPlan
+from deltic.model.partial_head import PART
 from deltic.params import MAX_DRAFTS, Auto, Draft, Head, Mtp, Ngram
 from deltic.runner.launch import InFlight
 from deltic.runner.model_runner import Model
@@ -70,7 +71,7 @@ def depth_of(drafter: Proposer | None, runtime: Model) -> DraftLength:
     if isinstance(drafter, HeadProposer):
         head = drafter.head
         # the acceptance is known without drafts, so only times have to be measured again
-        return AdaptiveDraftLength(drafter.limit, HeadGrowth(head.share, head.part), LONGEST)
+        return AdaptiveDraftLength(drafter.limit, HeadGrowth(head.share, 1 / PART), LONGEST)
     return AdaptiveDraftLength(drafter.limit if drafter else 0, Growth.of(runtime.config))
 
 

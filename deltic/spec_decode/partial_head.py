@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import PlannedRow, StepPlan
+from deltic.model.draft_vocabulary import DraftVocabulary
 from deltic.model.partial_head import PartialHead
 from deltic.runner.input_batch import InputBatch, build
 from deltic.runner.sampling import SampleRow, SamplingTable
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 MAX_ROWS: Final = 4
 """Sequences of a step that may have groups: with more, arithmetic costs more than reading the matrix."""
+_PATIENCE: Final = 24
+"""Tokens of an answer before the part is built: shorter ones end before it pays."""
 _MAX_SEEN: Final = 2048
 """Tokens of a sequence that the part sees in one step: a millisecond, if all are new."""
 
@@ -47,30 +50,38 @@ class HeadProposer:
         return [[] for _ in wants]
 
     def take_groups(self, wants: Wants) -> TokenGroups | None:
-        """Returns the groups of the next step; None if a mask or a forced token depends on drafts."""
-        if any(sequence.guide or sequence.constraint for sequence, _ in wants):
+        """Returns the groups of the next step; None if a mask or a forced token depends on drafts, or if there is no
+        part yet."""
+        if self.head.vocabulary is None or any(sequence.guide or sequence.constraint for sequence, _ in wants):
             return None
         return TokenGroups(self, frozenset(sequence for sequence, _ in wants), max(count for _, count in wants))
 
     def observe(self, sequence: Sequence, acceptance: Acceptance) -> None:
         """Records how many of a sequence's new tokens the part contains, and adds the others to it: each of them could
         have been a draft."""
+        vocabulary = self.head.vocabulary
+        if vocabulary is None:
+            if sequence.generated >= _PATIENCE:
+                self.head.start_build()
+            return
         begin = self._seen.get(sequence, 0)
         end = self._seen[sequence] = min(begin + _MAX_SEEN, len(sequence.tokens))
         for place in range(begin, end):
-            acceptance.observe(self.knows(sequence, place))
-        self.head.vocabulary.see(sequence.tokens[begin:end])
+            acceptance.observe(self.knows(vocabulary, sequence, place))
+        vocabulary.see(sequence.tokens[begin:end])
 
-    def knows(self, sequence: Sequence, place: int) -> bool:
+    def knows(self, vocabulary: DraftVocabulary, sequence: Sequence, place: int) -> bool:
         """True if the part contains the token at this place."""
-        return sequence.tokens[place] in self.head.vocabulary
+        return sequence.tokens[place] in vocabulary
 
     def forget(self, sequence: Sequence) -> None:
         self._seen.pop(sequence, None)
 
     def choose(self, hidden: Tensor, draws: List[SampleRow]) -> list[int]:
         """Draws the next draft of each sequence as the model would, from the part's logits. hidden [R, H]."""
-        logits, vocabulary = self.head.partial(hidden), self.head.vocabulary
+        vocabulary = self.head.vocabulary
+        assert vocabulary is not None
+        logits = self.head.partial(hidden, vocabulary)
         sampling = self._params.of(draws, logits.device, vocabulary.size)
         if sampling.greedy and sampling.adjust is None:
             return vocabulary.ids[logits.argmax(-1)].tolist()
