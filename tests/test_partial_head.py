@@ -324,11 +324,11 @@ def sampling_of(first: int, count: int, temperature: float, top_k: int, top_p: f
 
 def real_head(model: str) -> tuple[ModelRunner, PartialHead, Tensor]:
     """A model, an eighth of its matrix of logits, and hidden states [n, H] of text."""
-    place = None if model == "embedded" else str(smollm2())
-    llm = LLM(place, max_context=2048, memory="256MiB", speculate="off", threads=2)
+    options: dict[str, Any] = {"max_context": 2048, "memory": "256MiB", "speculate": "off", "threads": 2}
+    llm = LLM(**options) if model == "embedded" else LLM(str(smollm2()), packed_weights="on", **options)
     runtime = llm.runtime
     assert isinstance(runtime, ModelRunner)
     size = runtime.config.vocab_size
     head = part_of(runtime.decoder, draftable(size // 8, size))
-    tokens = llm.tokenizer.encode(documents())[:1800]
+    tokens = llm.chat_processor.tokenizer.encode(documents())[:1800]
     return runtime, head, session_over(runtime, context=2048).hidden_states(tokens)[-1].contiguous()
