@@ -12,15 +12,19 @@ import sys
 import time
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from common import ROOT, Answer, Worker, environment, record, spread, work
 
 if TYPE_CHECKING:
+    from deltic import LLM
     from deltic.cli.bench import Case
     from deltic.engine.engine import Engine
+    from deltic.ops.adapters import Adapter
     from deltic.params import Event
 
 QUESTION = "What is the capital of France?"
@@ -39,6 +43,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="default: what deltic chooses for the model")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="small sizes: only shows that everything works")
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters (task adapters)")
+    parser.add_argument("--quant", default="none", help="of their base model: none, q4_k ...")
     parser.add_argument("--only", action="append", choices=TASKS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -101,6 +107,47 @@ def _step(args: argparse.Namespace) -> None:
         worker.close()
 
 
+def _adapters(args: argparse.Namespace) -> None:
+    """Eight rows with an adapter each, of all linear layers, against the base model alone; the two take turns."""
+    settings = {"model": "qwen3.5-0.8b", "layers": 4 if args.quick else None, "threads": args.threads, "max_batch": 8,
+                "max_context": 1024, "speculate": "off", "rank": args.rank, "quant": args.quant}
+    worker = Worker(__file__, settings)
+    task = {"prompt_tokens": 64, "new_tokens": 4 if args.quick else 48, "batch": 8}
+    runs: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    for adapted in (False, True):
+        worker.ask({**task, "adapted": adapted})
+    for _ in range(args.repeat):
+        for adapted, own in runs.items():
+            own.append(worker.ask({**task, "adapted": adapted}))
+    for name in ("decode_tokens_per_second", "prefill_tokens_per_second"):
+        base, adapters = (spread([run[name] for run in own]) for own in runs.values())
+        record("engine", {"task": "adapters", "dtype": "bfloat16", **settings, **worker.ready, **task, "measure": name,
+                          "base": base, "adapters": adapters,
+                          "slower": round(1 - adapters["median"] / base["median"], 4)})
+    worker.close()
+
+
+def _random_adapters(llm: LLM, rank: int) -> list[Adapter]:
+    """Loads eight adapters of all linear layers."""
+    import torch
+    from safetensors.torch import save_file
+
+    from deltic.loader.names import expected_tensors
+
+    tensors = dict[str, torch.Tensor]()
+    for name, shape in expected_tensors(llm.runtime.config).items():
+        if name.startswith("model.layers.") and len(shape) == 2:
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, shape[1])
+            tensors[f"{module}.lora_B.weight"] = torch.randn(shape[0], rank) * 1e-3
+    for number in range(8):
+        with TemporaryDirectory() as place:
+            save_file(tensors, Path(place) / "adapter_model.safetensors")
+            Path(place, "adapter_config.json").write_text(f'{{"peft_type": "LORA", "lora_alpha": {rank + number}}}')
+            llm.adapters.load(f"adapter-{number}", place)
+    return [llm.adapters.find(f"adapter-{number}") for number in range(8)]
+
+
 def _contexts(args: argparse.Namespace) -> None:
     """Writing down a step of eight sequences that decode, by the length of their contexts; kernels run none."""
     import torch
@@ -134,6 +181,24 @@ def _memory(args: argparse.Namespace) -> None:
     worker.close()
 
 
+def _four_bits(args: argparse.Namespace) -> None:
+    """Decode of one request of the 0.8b shape in 4 bits. The models take turns; `share` is that of q4_k's speed."""
+    settings = {"model": "qwen3.5-0.8b", "layers": 4 if args.quick else None, "threads": args.threads, "max_batch": 1,
+                "max_context": 512, "speculate": "off"}
+    workers = {quant: Worker(__file__, {**settings, "quant": quant}) for quant in ("q4_k", "nvfp4", "int4")}
+    task = {"prompt_tokens": 32, "new_tokens": 16 if args.quick else 128, "batch": 1}
+    runs: dict[str, list[dict[str, Any]]] = {quant: [] for quant in workers}
+    for _ in range(args.repeat + 1):
+        for quant, worker in workers.items():
+            runs[quant].append(worker.ask(task))
+    rates = {quant: [run["decode_tokens_per_second"] for run in own[1:]] for quant, own in runs.items()}
+    for quant, worker in workers.items():
+        record("engine", {"task": "four_bits", "quant": quant, "unit": "tokens/s", **settings, **task, **worker.ready,
+                          "decode": spread(rates[quant]), "peak_mib": runs[quant][-1]["peak_mib"],
+                          "share": round(median(rates[quant]) / median(rates["q4_k"]), 4)})
+        worker.close()
+
+
 def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     from dataclasses import asdict
 
@@ -145,15 +210,19 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     imported, seeds = peak_memory_mib(), count()
     model = RandomModel(settings["model"], settings["layers"]) if settings["model"] else None
     llm = LLM(model, dtype="bfloat16", threads=settings["threads"], max_batch=settings["max_batch"],
-              max_context=settings["max_context"], speculate=settings.get("speculate", "auto"))
+              max_context=settings["max_context"], speculate=settings.get("speculate", "auto"),
+              quant=settings.get("quant", "none"))
+    adapters = _random_adapters(llm, settings["rank"]) if "rank" in settings else []
 
     def answer(task: dict[str, Any]) -> dict[str, Any]:
-        outside, case = task.pop("outside", False), Case(**task)
+        outside, adapted = task.pop("outside", False), task.pop("adapted", False)
+        case, own = Case(**task), adapters if adapted else ()
         if outside:
             return llm.worker.call(lambda engine: _outside(engine, case, next(seeds)))
-        run = llm.worker.call(lambda engine: trial(engine, case, next(seeds)))
+        run = llm.worker.call(lambda engine: trial(engine, case, next(seeds), own))
         return {**asdict(run), "peak_mib": round(peak_memory_mib(), 1)}
-    return {"weights_mib": round(weight_bytes(llm.runtime.config, "bfloat16") / (1 << 20), 1),
+    weights = weight_bytes(llm.runtime.config, "bfloat16", settings.get("quant", "none"))
+    return {"weights_mib": round(weights / (1 << 20), 1),
             "threads": llm.runtime.threads, "imported_mib": round(imported, 1),
             "loaded_mib": round(peak_memory_mib(), 1)}, answer
 
@@ -186,7 +255,8 @@ def _outside(engine: Engine, case: Case, seed: int) -> dict[str, float]:
     return {"step": whole, "outside": outside, "share": outside / whole}
 
 
-TASKS = {"start": _start_up, "speed": _speed, "step": _step, "contexts": _contexts, "memory": _memory}
+TASKS = {"start": _start_up, "speed": _speed, "step": _step, "contexts": _contexts, "memory": _memory,
+         "adapters": _adapters, "four_bits": _four_bits}
 
 if __name__ == "__main__":
     main()

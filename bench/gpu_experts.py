@@ -74,7 +74,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="qwen3.5-35b-a3b")
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--cap", type=int, default=64, help="experts of a layer on the card")
-    parser.add_argument("--quant", choices=("none", "q8_0", "q4_k", "fp8"), default="none",
+    parser.add_argument("--quant", choices=("none", "q8_0", "q4_k", "nvfp4", "int4", "fp8"), default="none",
                         help="quantized experts, which the card alone computes")
     parser.add_argument("--expert-compute", nargs="+", choices=("auto", "card", "host"),
                         default=["card", "auto", "host"])

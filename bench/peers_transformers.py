@@ -33,7 +33,7 @@ def main() -> None:
     for task, sizes in TASKS.items():
         sizes = {"prompt_tokens": args.prompt_tokens or sizes["prompt_tokens"],
                  "new_tokens": min(sizes["new_tokens"], args.new_tokens)}
-        rates = _alternate(workers, {"task": task, **sizes}, args.repeat)
+        rates = alternate(workers, {"task": task, **sizes}, args.repeat)
         record("peers_transformers", {
             "task": task, "unit": "tokens/s", **settings, **sizes, **_compare(rates),
             "peak_memory_mib": {name: worker.ask({"task": "memory"})["mib"] for name, worker in workers.items()},
@@ -56,7 +56,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _alternate(workers: dict[str, Worker], task: dict[str, Any], repeat: int) -> dict[str, list[float]]:
+def alternate(workers: dict[str, Worker], task: dict[str, Any], repeat: int) -> dict[str, list[float]]:
     """One unmeasured round, then `repeat` rounds in which the programs take turns at going first."""
     rates: dict[str, list[float]] = {name: [] for name in workers}
     for round in range(repeat + 1):
@@ -105,7 +105,7 @@ def _transformers(settings: dict[str, Any]) -> Any:
     import transformers
 
     torch.set_num_threads(settings["threads"])
-    config = _hf_config(ModelConfig.preset(settings["preset"], settings["layers"]))
+    config = hf_config(ModelConfig.preset(settings["preset"], settings["layers"]))
     model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         config, dtype=getattr(torch, settings["dtype"])).eval()
 
@@ -125,7 +125,7 @@ def _transformers(settings: dict[str, Any]) -> Any:
     return transformers.__version__, measure
 
 
-def _hf_config(config: ModelConfig) -> Any:
+def hf_config(config: ModelConfig) -> Any:
     from transformers import Qwen3_5TextConfig
 
     assert config.linear

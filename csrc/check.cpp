@@ -73,6 +73,8 @@ bool fits(const deltic_batch &batch, const deltic_model &model) {
     if (!is_sound(batch) || !all_within(batch.ids, batch.tokens, model.embedding.rows)) return false;
     if (!all_within(batch.logit_tokens, batch.logits, batch.tokens)) return false;
     if (!all_within(batch.given_tokens, batch.given, batch.tokens)) return false;
+    for (int64_t token = 0; batch.adapters && token < batch.tokens; ++token)
+        if (batch.adapter[token] != -1 && !within(batch.adapter[token], batch.adapters)) return false;
     const deltic_states *states = nullptr;
     const deltic_kv *kv = nullptr;
     // the smallest stores count, if they differ at all

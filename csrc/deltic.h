@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Changes whenever something below does. */
-#define DELTIC_ABI 17
+#define DELTIC_ABI 18
 int deltic_abi(void);
 
 /* Tokens of a page, entries of a unit of a replay ring, rows of a matrix that are packed together, slices of columns that
@@ -47,12 +47,14 @@ void deltic_pool_free(deltic_pool *pool);
 
 /* ---- Matrices: the numbers of a GGUF tensor, in the kernels' order, in as many bytes (and rows of padding). */
 
-/* The types, numbered as in GGUF files. */
+/* The types, numbered as in GGUF files as far as these have them. */
 enum {
     DELTIC_F32 = 0, DELTIC_F16 = 1, DELTIC_Q4_0 = 2, DELTIC_Q4_1 = 3, DELTIC_Q5_0 = 6, DELTIC_Q5_1 = 7, DELTIC_Q8_0 = 8,
     DELTIC_Q2_K = 10, DELTIC_Q3_K = 11, DELTIC_Q4_K = 12, DELTIC_Q5_K = 13, DELTIC_Q6_K = 14, DELTIC_IQ4_NL = 20,
     DELTIC_IQ4_XS = 23, DELTIC_BF16 = 30, DELTIC_MXFP4 = 39,
-    DELTIC_INT4 = 1000 /* of keys and values alone: see deltic/ops/kv.py */
+    DELTIC_INT4 = 1000, /* of keys and values alone: see deltic/ops/kv.py */
+    /* which GGUF files do not have: see deltic/loader/four_bits.py */
+    DELTIC_NVFP4 = 1001, DELTIC_INT4_32 = 1002, DELTIC_INT4_64 = 1003, DELTIC_INT4_128 = 1004
 };
 
 /* data: `deltic_packed_bytes` bytes, aligned to 64, filled by deltic_pack. */
@@ -84,13 +86,43 @@ void deltic_copy_rows(const deltic_matrix *from, const int64_t *rows, int64_t co
                       const int64_t *places);
 /* Rows of numbers to rows of blocks as they lie in a GGUF file, of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K; -1
  * for another type or columns that are no multiple of its block. No number may be beyond float16 or NaN. Needs no pool;
- * any thread may call it. */
+ * any thread may call it. Likewise to blocks of NVFP4 and INT4_*. */
 int deltic_quantize(int64_t type, const float *x, int64_t rows, int64_t columns, void *blocks);
 
 /* y [tokens, rows of all parts] = x [tokens, columns] weight^T. Quantized types multiply with activations rounded to
  * 8 bits in blocks of 256 (of 32 where columns is no multiple of 256), bfloat16 with bfloat16 activations, all others
  * with float32. A row of y does not depend on how many tokens there are. */
 int deltic_linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight *weight, float *y);
+
+/* ---- Adapters: low-rank terms that are added to products. */
+
+/* y[first .. first + rows) += b (a x) for one token, in float32. a [rank, columns]; b in panels of DELTIC_PANEL rows,
+ * [rows / DELTIC_PANEL, rank, DELTIC_PANEL], rounded up with zeros. type: DELTIC_F32, DELTIC_F16 or DELTIC_BF16. */
+typedef struct {
+    const void *a, *b;
+    int64_t type, rank, columns, first, rows;
+} deltic_low_rank;
+
+/* Those of one product. Their rows do not overlap. */
+typedef struct {
+    int64_t count;
+    const deltic_low_rank *parts;
+} deltic_low_ranks;
+
+/* The products of a layer. The rows of a router's product are as in deltic_moe_layer. */
+enum {
+    DELTIC_IN, DELTIC_OUT, DELTIC_GATE_UP, DELTIC_DOWN, DELTIC_ROUTER, DELTIC_SHARED_GATE_UP, DELTIC_SHARED_DOWN,
+    DELTIC_PRODUCTS
+};
+typedef struct {
+    deltic_low_ranks products[DELTIC_PRODUCTS];
+    const deltic_low_ranks *experts; /* [experts, 2]: gate_up and down of each; null: none */
+} deltic_adapter_layer;
+
+typedef struct {
+    const deltic_adapter_layer *layers; /* [layers of the model] */
+    deltic_low_ranks head;
+} deltic_adapter;
 
 /* ---- A step: one ragged batch. Rows of one token come first. See deltic/ops/types.py, class Batch. */
 
@@ -113,6 +145,10 @@ typedef struct {
     const int64_t *logit_tokens; /* [logits], ascending */
     const int64_t *given_tokens; /* [given]: those that have no embedding */
     const float *given_rows;     /* [given, hidden]: but these instead */
+    /* Only deltic_forward adds the terms of adapters. The bits of a token do not depend on those of other tokens. */
+    int64_t adapters;            /* 0: the next two are not read */
+    const int64_t *adapter;      /* [tokens]: the number of each token's adapter; -1: none */
+    const deltic_adapter *const *adapter_list; /* [adapters] */
 } deltic_batch;
 
 typedef struct {

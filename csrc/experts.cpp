@@ -11,6 +11,7 @@
 #include "expert_store.hpp"
 #include "layers.hpp"
 #include "levels.hpp"
+#include "low_rank.hpp"
 #include "matrix.hpp"
 #include "pool.hpp"
 
@@ -149,11 +150,13 @@ void add_up(deltic_pool *pool, const deltic_moe_layer &layer, const Routes &rout
 
 }  // namespace
 
-void moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_layer &layer, float *y) {
+void moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_layer &layer, float *y,
+         const Adapters *adapters) {
     if (!tokens) return;
     int64_t width = rows_of(layer.router), hidden = layer.router.parts[0].columns, rows = tokens * layer.per_token;
     float *logits = scratch_of<float>(pool, kLogits, tokens * width);
     linear(pool, x, tokens, layer.router, logits, width);
+    add_low_ranks(pool, adapters, DELTIC_ROUTER, x, hidden, logits, width, tokens);
     Routes routes = route(pool, layer, logits, tokens);
     std::optional<Visit> visit;
     int64_t passed = 0;
@@ -179,6 +182,20 @@ void moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_lay
         in[count] = {&expert.gate_up, x, whose, of, wide + wide_start, rows_of(expert.gate_up)};
         back[count++] = {&expert.down, gated + wide_start / 2, nullptr, of, out + start * hidden, hidden};
     };
+    // adds the terms of the experts of some places: `down` of them, or gate_up
+    auto adapt = [&](int64_t begin, int64_t end, bool down) {
+        int64_t first = routes.starts[begin];
+        LowRankSum sum(pool);
+        for (int64_t place = begin; place < end; ++place)
+            for (int64_t row = routes.starts[place]; row < routes.starts[place + 1]; ++row) {
+                const deltic_adapter_layer *own = adapters->of(routes.tokens[row]);
+                if (!own || !own->experts) continue;
+                const deltic_low_ranks &ranks = own->experts[2 * (layer.first + routes.order[place]) + down];
+                if (down) sum.add(ranks, gated + (row - first) * both / 2, out + row * hidden);
+                else sum.add(ranks, x + routes.tokens[row] * hidden, wide + (row - first) * both);
+            }
+        sum.run();
+    };
     // the experts of some places, and the shared one
     auto compute = [&](int64_t begin, int64_t end, bool with_shared) {
         int64_t first = routes.starts[begin];
@@ -194,6 +211,9 @@ void moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_lay
             back[routed].apart = tokens * hidden;
         }
         linear_many(pool, in, count);
+        if (adapters) adapt(begin, end, false);
+        if (with_shared)
+            add_low_ranks(pool, adapters, DELTIC_SHARED_GATE_UP, x, hidden, wide + most * both, shared_both, tokens);
         if (many) kernels(pool).silu_mul(pool, wide, gated, many, both / 2);
         if (with_shared)
             kernels(pool).silu_mul(pool, wide + most * both, gated + most * both / 2, tokens, shared_both / 2);
@@ -201,6 +221,11 @@ void moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_lay
         bool alike = !with_shared || shared_both == both;
         linear_many(pool, back, alike ? count : routed);
         if (!alike) linear_many(pool, back + routed, count - routed);
+        if (adapters) adapt(begin, end, true);
+        // to the first slice
+        if (with_shared)
+            add_low_ranks(pool, adapters, DELTIC_SHARED_DOWN, gated + most * both / 2, shared_both / 2,
+                          out + rows * hidden, hidden, tokens);
     };
     // of those that are there as many as fit together, but one at least
     int64_t done = 0, ready = visit ? visit->resident() : passed;

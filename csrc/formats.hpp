@@ -9,6 +9,8 @@
 //   kBits              of a code
 //   code(block, g, i)  codes of the g-th 32 columns: 4 i .. 4 i + 3 of the rows
 //   scale(block, g)    of the g-th group, as a number per row; addend(block, g) likewise
+//   kSequential        whether the bytes of a block are read in order
+//   kUnit, unit(block) whether all scales of a block lack a factor, and that factor
 //   minima(block, i)   of the groups 2 i and 2 i + 1, as pairs of 16 bits; dmin(block)
 // of as many rows as a register has lanes, a part of the panel's.
 #pragma once
@@ -25,9 +27,10 @@ struct Block {
     const uint8_t *data;
     int first;
 
-    // What lies at `offset`: a byte of each row, two, or four codes.
+    // What lies at `offset`: a byte of each row, two, four, or four codes.
     DELTIC_INLINE const uint8_t *bytes(int offset) const { return data + offset + first; }
     DELTIC_INLINE const uint16_t *halves(int offset) const { return (const uint16_t *)(data + offset) + first; }
+    DELTIC_INLINE const uint32_t *words(int offset) const { return (const uint32_t *)(data + offset) + first; }
     DELTIC_INLINE const uint8_t *codes(int offset) const { return data + offset + 4 * first; }
 };
 
@@ -55,16 +58,17 @@ DELTIC_INLINE NativeWords map(const uint8_t *table, NativeWords codes) {
 }
 
 #define DELTIC_FOUR_TIMES(...) {__VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__}
-// The sixteen numbers of IQ4_NL and IQ4_XS, and of MXFP4 (doubled), each plus 128.
+// The sixteen numbers of IQ4_NL and IQ4_XS, each plus 128, and of MXFP4 and NVFP4, doubled, each plus 16.
 alignas(64) constexpr uint8_t kIq4[64] = DELTIC_FOUR_TIMES(1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181,
                                                            197, 217, 241);
-alignas(64) constexpr uint8_t kMxfp4[64] = DELTIC_FOUR_TIMES(128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125,
-                                                             124, 122, 120, 116);
+alignas(64) constexpr uint8_t kE2m1[64] = DELTIC_FOUR_TIMES(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4);
 
 struct Without {
     static constexpr bool kIsBytes = false;  // there is nothing to unpack
     static constexpr int kOffset = kNone;
     static constexpr Low kLow = kPlain;
+    static constexpr bool kSequential = false, kUnit = false;
+    static DELTIC_INLINE Native unit(const Block &) { return Native{}; }
     static DELTIC_INLINE NativeInts minima(const Block &, int) { return NativeInts{}; }
     static DELTIC_INLINE Native dmin(const Block &) { return Native{}; }
     static DELTIC_INLINE Native addend(const Block &, int) { return Native{}; }
@@ -125,9 +129,9 @@ template <int Blocks> struct IQ4_NL : FourBits<Blocks, 18, 32> {
     }
 };
 template <int Blocks> struct MXFP4 : FourBits<Blocks, 17, 16> {
-    static constexpr int kBits = 8, kOffset = 0;
+    static constexpr int kBits = 5, kOffset = 3;
     static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
-        return map(kMxfp4, FourBits<Blocks, 17, 16>::code(block, g, i));
+        return map(kE2m1, FourBits<Blocks, 17, 16>::code(block, g, i));
     }
     // 2^(e - 128)
     static DELTIC_INLINE Native scale(const Block &block, int g) {
@@ -216,6 +220,36 @@ struct IQ4_XS : Signed<136, 8> {
     static constexpr int kBits = 8, kGroup = 32, kOffset = 0;
     static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
         return map(kIq4, plane4(block.codes(kCodes + 256 * g), i));
+    }
+};
+
+// Types that GGUF files do not have. A run of columns has its scales in front of its codes.
+struct NVFP4 : Without {
+    static constexpr int kWeights = 256, kBytes = 16 * 148, kBits = 5, kGroup = 16, kOffset = 3;
+    static constexpr int kRun = 64 + 2 * 256;
+    static constexpr bool kSequential = true, kUnit = true;
+    static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
+        return map(kE2m1, plane4(block.codes(64 + kRun * (g / 2) + 64 + 256 * (g % 2)), i));
+    }
+    static DELTIC_INLINE Native unit(const Block &block) { return (Native)load<NativeWords>(block.words(0)); }
+    static DELTIC_INLINE Native scale(const Block &block, int g) {
+        return native_e4m3(block.bytes(64 + kRun * (g / 4) + 16 * (g % 4)));
+    }
+};
+// Groups: of a block of 256, with a scale and a zero point each; kRun: groups of 32 in one of these.
+template <int Groups> struct INT4 : Without {
+    static constexpr int kWeights = 256, kBytes = 16 * (4 * Groups + 128), kBits = 4, kGroup = 32, kRun = 8 / Groups;
+    static constexpr bool kSequential = true;
+    static constexpr Low kLow = kAddend;
+    static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
+        return plane4(block.codes(64 * (g / kRun + 1) + 256 * g), i);
+    }
+    static DELTIC_INLINE NativeWords word(const Block &block, int g) {
+        return load<NativeWords>(block.words((64 + 256 * kRun) * (g / kRun)));
+    }
+    static DELTIC_INLINE Native scale(const Block &block, int g) { return (Native)(word(block, g) & 0xffffff00u); }
+    static DELTIC_INLINE Native addend(const Block &block, int g) {
+        return -scale(block, g) * to_floats((NativeInts)(word(block, g) & 255));
     }
 };
 

@@ -5,6 +5,8 @@
 
 namespace deltic {
 
+struct Adapters;  // low_rank.hpp
+
 // y [tokens, stride]: its leading columns become x [tokens, columns] weight^T. Scratch slots 0 to 3.
 void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y, int64_t stride);
 
@@ -14,18 +16,19 @@ void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weig
 // Products that have nothing to do with each other, but for the width of their inputs. Scratch slots 0 to 5.
 void linear_many(deltic_pool *pool, const Product *products, int64_t count);
 
-// Scratch slots 0 to 5.
+// Scratch slots 0 to 5, and with adapters 22.
 void mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &gate_up, const deltic_weight &down,
-         float *y);
+         float *y, const Adapters *adapters = nullptr);
 
-// Scratch slots 0 to 21. Throws Unread.
-void moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_layer &layer, float *y);
+// Scratch slots 0 to 21, and with adapters 22. Throws Unread.
+void moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_layer &layer, float *y,
+         const Adapters *adapters = nullptr);
 
 // Scratch slots 0 to 4.
 void store_kv(deltic_pool *pool, const deltic_attention_layer &layer, const deltic_weight *weight, const deltic_kv &kv,
               const deltic_batch &batch, const float *cosines, const float *sines, const float *x);
 
-// Scratch slots of all kernels, and 24 to 31. input [tokens, hidden]: of the first layer; null: the tokens' embeddings.
+// Scratch slots of all kernels, and 23 to 31. input [tokens, hidden]: of the first layer; null: the tokens' embeddings.
 void forward(deltic_pool *pool, const deltic_model &model, const deltic_batch &batch, const float *input,
              float *final_hidden, float *logits);
 

@@ -17,7 +17,8 @@ namespace {
 #define DELTIC_TABLE(level, products)                                                                                  \
     {products::linear, products::linear_fine, products::linear_many, level::gdn, level::attention, level::fold_ring,   \
      level::store_kv,  level::add_norm,       level::silu_mul,       level::top, level::adjust,    level::draw_any,    \
-     level::full_attention, level::layer_norm, level::gelu, level::add_bias, level::dots, level::gate_rounded}
+     level::full_attention, level::layer_norm, level::gelu, level::add_bias, level::dots, level::gate_rounded,         \
+     level::low_rank_in, level::low_rank_out}
 
 constexpr Kernels kTables[] = {
     DELTIC_TABLE(portable, portable),
@@ -75,11 +76,12 @@ int best_level() {
 
 }  // namespace
 
-int64_t fetch_ahead() {
+int64_t fetch_ahead(bool sequential) {
 #if defined(__x86_64__)
     if (kProcessor.intel) return 4096;  // 1.2 times as fast as 1536 (Emerald Rapids), no slower up to 16384
 #endif
-    return 1536;  // from 2048 on Zen 4 loses its own view of the stream, and a third of the speed
+    // From 2048 on Zen 4 loses its own view of the stream, and a third of the speed. It sees a sequential one best alone.
+    return sequential ? 0 : 1536;
 }
 
 const Kernels *kernels_of(int level) { return level < 0 || level > best_level() ? nullptr : &kTables[level]; }

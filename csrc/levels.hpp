@@ -59,7 +59,11 @@ struct Attention {
     void add_bias(deltic_pool *pool, float *x, const float *delta, const float *bias, int64_t tokens, int64_t width);    \
     void dots(const uint16_t *rows, int64_t count, int64_t columns, const float *const *x, int64_t vectors,            \
               float *out, int64_t stride);                                                                             \
-    void gate_rounded(const float *gate, const float *other, float factor, float share, int64_t count, float *out);
+    void gate_rounded(const float *gate, const float *other, float factor, float share, int64_t count, float *out);    \
+    void low_rank_in(const deltic_low_rank &part, int64_t first, int64_t count, const float *const *x,                 \
+                     int64_t vectors, float *between);                                                                 \
+    void low_rank_out(const deltic_low_rank &part, int64_t begin, int64_t end, const float *between, int64_t vectors,  \
+                      float *const *y);
 
 #define DELTIC_DECLARE(level)                                                                                          \
     namespace level {                                                                                                  \
@@ -94,14 +98,16 @@ struct Kernels {
     decltype(&portable::layer_norm) layer_norm;
     decltype(&portable::gelu) gelu;
     decltype(&portable::add_bias) add_bias;
-    // These two work in the calling thread alone. See rows.cpp.
+    // These work in the calling thread alone. See rows.cpp.
     decltype(&portable::dots) dots;
     decltype(&portable::gate_rounded) gate_rounded;
+    decltype(&portable::low_rank_in) low_rank_in;
+    decltype(&portable::low_rank_out) low_rank_out;
 };
 
 // Weights are fetched into the second-level cache so many bytes before they are needed: computing goes too slowly for
 // some processors to see the stream and do it themselves.
-int64_t fetch_ahead();
+int64_t fetch_ahead(bool sequential);
 
 // Of a level; null if the processor or the build lacks it.
 const Kernels *kernels_of(int level);

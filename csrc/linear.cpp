@@ -382,7 +382,7 @@ DELTIC_INLINE void dots(const Block &block, int g, int half, const int32_t *x, c
 #pragma GCC unroll 12
     for (int t = 0; t < T; ++t)
         out[t] = Format::kOffset == kNone || kSigned ? NativeInts{}
-                                                     : splat<NativeInts>(whole[t] >> (Format::kOffset & 31));
+                                                     : splat<NativeInts>(whole[t]) >> (Format::kOffset & 31);
     x += half * kEach;
     NativeWords codes[kEach];
 #pragma GCC unroll 8
@@ -483,6 +483,12 @@ DELTIC_INLINE void take_minima(const Block &block, const Int8Tile &tile, int64_t
     });
 }
 
+// What the sums of a block are multiplied with, `scale` being that of its activations.
+template <class Format> DELTIC_INLINE Native scale_of_block(const Block &block, float scale) {
+    Native numbers = splat<Native>(scale);
+    return Format::kUnit ? numbers * Format::unit(block) : numbers;
+}
+
 template <class Format, int T>
 DELTIC_INLINE void times_int8(const uint8_t *panel, const int32_t *memory, int64_t columns, Range range,
                               Rows<T> &total) {
@@ -496,26 +502,31 @@ DELTIC_INLINE void times_int8(const uint8_t *panel, const int32_t *memory, int64
         auto add = [&](int g, int part) DELTIC_INLINE_LAMBDA {
             add_group<Format, T>({data, part * kNative}, tile, g, b * kGroups + g, sum.of[part]);
         };
+        auto fetch_next = [&](int g) DELTIC_INLINE_LAMBDA {
+            if (!Format::kSequential || ahead) fetch<kStep>(data + g * kStep + ahead);
+        };
         if constexpr (T > 2)  // what there are too few registers for at once
 #pragma GCC unroll 4
             for (int part = 0; part < Rows<T>::kParts; ++part)
                 for (int g = 0; g < kGroups; ++g) {
-                    if (part == 0) fetch<kStep>(data + g * kStep + ahead);
+                    if (part == 0) fetch_next(g);
                     add(g, part);
                 }
         else
             for (int g = 0; g < kGroups; ++g) {
-                fetch<kStep>(data + g * kStep + ahead);
+                fetch_next(g);
 #pragma GCC unroll 4
                 for (int part = 0; part < Rows<T>::kParts; ++part) add(g, part);
             }
 #pragma GCC unroll 4
         for (int part = 0; part < Rows<T>::kParts; ++part) {
+            const Block block{data, part * kNative};
             if constexpr (Format::kLow == kMinima16 || Format::kLow == kMinima32)
-                take_minima<Format, T>({data, part * kNative}, tile, b, sum.of[part]);
+                take_minima<Format, T>(block, tile, b, sum.of[part]);
 #pragma GCC unroll 12
             for (int t = 0; t < T; ++t)
-                total.of[part][t] = fma(splat<Native>(tile.scales[b * T + t]), sum.of[part][t], total.of[part][t]);
+                total.of[part][t] = fma(scale_of_block<Format>(block, tile.scales[b * T + t]), sum.of[part][t],
+                                        total.of[part][t]);
         }
     }
 }
@@ -547,6 +558,7 @@ DELTIC_INLINE void times_fine(const uint8_t *panel, const int32_t *memory, int64
 // Weights and bytes of a block, and the sums that it is added to.
 template <int T, int Weights, int Bytes, class Sum> struct Multiply {
     static constexpr int64_t kWeights = Weights, kBytes = Bytes;
+    static constexpr bool kSequential = false;
     using Total = Sum;
 };
 template <int T> struct Float32 : Multiply<T, 1, 64, Sums<T>> {
@@ -559,6 +571,7 @@ template <int T> struct Bfloat16 : Multiply<T, 2, 64, Rows<T>> {
     static constexpr auto add = times_bf16<T>;
 };
 template <class Format, int T, bool Fine> struct Int8 : Multiply<T, Format::kWeights, Format::kBytes, Int8Rows<T>> {
+    static constexpr bool kSequential = Format::kSequential;
     static DELTIC_INLINE void add(const uint8_t *panel, const int32_t *tile, int64_t columns, Range range,
                                   Int8Rows<T> &total) {
         if constexpr (Fine)
@@ -629,7 +642,7 @@ DELTIC_INLINE void store_rows(const Floats *sums, float *y, int64_t stride, int6
 template <int T, class Times>
 void write(const uint8_t *panel, const int32_t *tile, const Columns &columns, float *y, int64_t stride, int64_t apart,
            int64_t rows, int64_t tokens) {
-    const int64_t ahead = fetch_ahead();
+    const int64_t ahead = fetch_ahead(Times::kSequential);
     Sums<T> pending[kDepth];  // subtrees that wait for their neighbour, by their depth
     for (int64_t slice = 0; slice < columns.slices; ++slice) {
         typename Times::Total total = {};
@@ -670,7 +683,7 @@ void write_unpacked(const uint8_t *panel, const int32_t *memory, const Columns &
                     int64_t apart, int64_t rows, int64_t tokens) {
     using Times = Multiply<kTile, Format::kWeights, Format::kBytes, Rows<kTile>>;
     constexpr int64_t kBlocks = 256 / Format::kWeights, kGroups = Format::kWeights / 32;
-    const int64_t words = token_words(kInt8x32, columns.all), ahead = fetch_ahead();
+    const int64_t words = token_words(kInt8x32, columns.all), ahead = fetch_ahead(Format::kSequential);
     write_slices(columns, y, stride, apart, rows, tokens, [&](int64_t slice, Native *total) DELTIC_INLINE_LAMBDA {
         std::memset(total, 0, size_t(tokens) * sizeof *total);
         for (int64_t run = 0; run < columns.runs; ++run) {
@@ -706,7 +719,7 @@ DELTIC_INLINE void add_tiles(const uint8_t *weights, const uint8_t *x, int64_t p
 void write_bf16(const uint8_t *panel, const int32_t *memory, const Columns &columns, float *y, int64_t stride,
                 int64_t apart, int64_t rows, int64_t tokens) {
     using Times = Multiply<1, 2, 64, Rows<1>>;
-    const int64_t ahead = fetch_ahead(), pitch = token_words(kBfloat16, columns.all) * 4;
+    const int64_t ahead = fetch_ahead(false), pitch = token_words(kBfloat16, columns.all) * 4;
     const int count = int(pieces_of(tokens, 16)), height = int(least(tokens, 16));
     write_slices(columns, y, stride, apart, rows, tokens, [&](int64_t slice, Native *total) DELTIC_INLINE_LAMBDA {
         Range range = range_of<Times>(columns, slice, 0, ahead);
@@ -797,6 +810,10 @@ KernelSet kernels_for(int64_t type, int64_t columns, bool fine) {
         case DELTIC_IQ4_NL: return int8_set<IQ4_NL>(columns);
         case DELTIC_IQ4_XS: return int8_set<IQ4_XS>();
         case DELTIC_MXFP4: return int8_set<MXFP4>(columns);
+        case DELTIC_NVFP4: return int8_set<NVFP4>();
+        case DELTIC_INT4_32: return int8_set<INT4<8>>();
+        case DELTIC_INT4_64: return int8_set<INT4<4>>();
+        case DELTIC_INT4_128: return int8_set<INT4<2>>();
         default: return {};
     }
 }

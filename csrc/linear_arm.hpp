@@ -223,9 +223,13 @@ DELTIC_INLINE void times_int8(const uint8_t *panel, const int32_t *memory, int64
         auto finish = [&](int part, Native sum[T]) DELTIC_INLINE_LAMBDA {
             if constexpr (Format::kLow == kMinima16 || Format::kLow == kMinima32)
                 take_minima<Format, T>({data, part * kNative}, tile, b, sum);
+            PerRow<T> unit(Format::unit({data, part * kNative}));
 #pragma GCC unroll 8
-            for (int t = 0; t < T; ++t)
-                total.of[part][t] = fma(token_floats<T>(tile.scales + b * T, t), sum[t], total.of[part][t]);
+            for (int t = 0; t < T; ++t) {
+                Native scale = token_floats<T>(tile.scales + b * T, t);
+                if constexpr (Format::kUnit) scale = scale * unit.of[t % 2];
+                total.of[part][t] = fma(scale, sum[t], total.of[part][t]);
+            }
         };
         if constexpr (T > 2) {  // there are registers for the sums of one part
             for (int part = 0; part < kParts; ++part) {

@@ -22,6 +22,11 @@
 //                      (low[g / 2] >> 4 * (g % 2) & 15) | (high[g / 4] >> 2 * (g % 4) & 3) << 4
 //                  IQ4_XS: half d[16], uint8 low[4][16], uint8 high[2][16], codes; scale of group of 32 g, less 32:
 //                      (low[g / 2] >> 4 * (g % 2) & 15) | (high[g / 4] >> 2 * (g % 4) & 3) << 4
+//                  NVFP4: float d[16], then four times: uint8 e4m3[4][16] (of groups of 16), codes of 64 columns; a
+//                      weight is the table's number, doubled, times the e4m3 number times d / 256
+//                  INT4_32 INT4_64 INT4_128: for each group: uint32 words[16], its codes; a weight is a float, which a
+//                      word is without its low byte, times (code - low byte)
+//                  (Zen 4 reads scales in front of all codes at less than half the speed: as a second stream.)
 //
 // The codes of 32 weights (all of a block of 256 one after another) are planes of bits; every plane is made of vectors
 // of 64 bytes, byte [r][b] belonging to row r and column 4 * i + b for the i that is said:
@@ -29,8 +34,9 @@
 //   U4   vectors 0 .. 3: low half the code of i = vector, high half that of i = vector + 4
 //   U2   vectors 0, 1: bits 2 s, 2 s + 1 that of i = 4 * vector + s
 //   U1   one vector: bit s that of i = s
-//   Q8_0: U8 of the number + 128. Q4_0, Q4_1, Q4_K, IQ4_NL, IQ4_XS, MXFP4: U4. Q5_0, Q5_1, Q5_K: U4, then U1 of the
-//   fifth bit. Q6_K: U4 of the low four bits, then U2 of the high two. Q3_K: U2, then U1 of the third bit. Q2_K: U2.
+//   Q8_0: U8 of the number + 128. Q4_0, Q4_1, Q4_K, IQ4_NL, IQ4_XS, MXFP4, NVFP4, INT4_*: U4. Q5_0, Q5_1, Q5_K: U4, then
+//   U1 of the fifth bit. Q6_K: U4 of the low four bits, then U2 of the high two. Q3_K: U2, then U1 of the third bit. Q2_K:
+//   U2.
 // Codes are unsigned, as in GGUF blocks: a weight is d * scale * (code - offset) and so on.
 #pragma once
 #include "deltic.h"

@@ -2,7 +2,7 @@
 //
 // The codes of a quantized type are one or two planes of bits, in files as in packed blocks: in a file, the lowest
 // field of each of `run` bytes comes first, then the next field of each, and so on. What is left of a block are up to
-// two float16 and up to 16 bytes of scales.
+// eight words, two float16 and up to 16 bytes of scales.
 #include "half.hpp"
 #include "matrix.hpp"
 
@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t kVector = 64, kGroup = 32;
 constexpr int kWords = 8;          // words of four codes in a group
+constexpr int kMostWords = 8;
 constexpr int kMostScales = 16;    // bytes
 constexpr int kLargestBlock = 210; // bytes, in a file
 
@@ -38,9 +39,20 @@ constexpr uint32_t mask_of(int bits) { return ((1u << bits) - 1) * 0x01010101u; 
 // The lowest four bits, each in a byte of its own.
 uint32_t spread(uint32_t bits) { return (bits & 15) * 0x00204081u & 0x01010101u; }
 
+// Four codes of four bits, each in a byte of its own.
+uint32_t spread_nibbles(uint32_t codes) {
+    uint32_t pairs = (codes & 0xff) | (codes & 0xff00) << 8;
+    return (pairs | pairs << 4) & 0x0f0f0f0fu;
+}
+
 // The codes of 16 weights in a file's plane.
 template <int kBits, int kRun> Quad read_codes(const uint8_t *plane, int first) {
-    if constexpr (kRun == 1) {
+    if constexpr (kRun == 1 && kBits == 4) {
+        uint64_t codes = load<uint64_t>(plane + first / 2);
+        return Quad{spread_nibbles(uint32_t(codes)), spread_nibbles(uint32_t(codes >> 16)),
+                    spread_nibbles(uint32_t(codes >> 32)), spread_nibbles(uint32_t(codes >> 48))};
+    }
+    if constexpr (kRun == 1 && kBits == 1) {
         uint32_t bits = load<uint32_t>(plane) >> first;
         return Quad{spread(bits), spread(bits >> 4), spread(bits >> 8), spread(bits >> 12)};
     }
@@ -138,45 +150,68 @@ struct Factors {
     float scale[16], minimum[16]; // of every 16 weights
 };
 
-void no_scales(float d, float, const uint8_t *, Factors &factors) {
-    for (int i = 0; i < 2; ++i) factors.scale[i] = d, factors.minimum[i] = 0;
+// A row's scales in packed order; d, m: the two float16.
+struct Scales {
+    float d, m;
+    uint32_t words[kMostWords];
+    uint8_t bytes[kMostScales];
+};
+
+void no_scales(const Scales &of, Factors &factors) {
+    for (int i = 0; i < 2; ++i) factors.scale[i] = of.d, factors.minimum[i] = 0;
 }
-void plus(float d, float m, const uint8_t *, Factors &factors) {
-    for (int i = 0; i < 2; ++i) factors.scale[i] = d, factors.minimum[i] = -m;
+void plus(const Scales &of, Factors &factors) {
+    for (int i = 0; i < 2; ++i) factors.scale[i] = of.d, factors.minimum[i] = -of.m;
 }
 // Half of 2^(e - 127), because the numbers are doubled.
-void power(float, float, const uint8_t *e, Factors &factors) {
-    float scale = std::bit_cast<float>(*e < 2 ? 0x00200000u << *e : uint32_t(*e - 1) << 23);
-    no_scales(scale, 0, e, factors);
+void power(const Scales &of, Factors &factors) {
+    int e = of.bytes[0];
+    float scale = std::bit_cast<float>(e < 2 ? 0x00200000u << e : uint32_t(e - 1) << 23);
+    for (int i = 0; i < 2; ++i) factors.scale[i] = scale, factors.minimum[i] = 0;
 }
-void scale_and_minimum_of_32(float d, float dmin, const uint8_t *bytes, Factors &factors) {
+void scale_and_minimum_of_32(const Scales &of, Factors &factors) {
     for (int i = 0; i < 16; ++i) {
-        int low = bytes[i / 2], high = bytes[8 + i / 4] >> 4 * (i / 2 % 2);
-        factors.scale[i] = d * float((low & 15) | (high & 3) << 4);
-        factors.minimum[i] = dmin * float(low >> 4 | (high >> 2 & 3) << 4);
+        int low = of.bytes[i / 2], high = of.bytes[8 + i / 4] >> 4 * (i / 2 % 2);
+        factors.scale[i] = of.d * float((low & 15) | (high & 3) << 4);
+        factors.minimum[i] = of.m * float(low >> 4 | (high >> 2 & 3) << 4);
     }
 }
-void scale_and_minimum_of_16(float d, float dmin, const uint8_t *bytes, Factors &factors) {
+void scale_and_minimum_of_16(const Scales &of, Factors &factors) {
     for (int i = 0; i < 16; ++i) {
-        factors.scale[i] = d * float(bytes[i] & 15);
-        factors.minimum[i] = dmin * float(bytes[i] >> 4);
+        factors.scale[i] = of.d * float(of.bytes[i] & 15);
+        factors.minimum[i] = of.m * float(of.bytes[i] >> 4);
     }
 }
-void signed_of_16(float d, float, const uint8_t *bytes, Factors &factors) {
-    for (int i = 0; i < 16; ++i) factors.scale[i] = d * float(int8_t(bytes[i])), factors.minimum[i] = 0;
+void signed_of_16(const Scales &of, Factors &factors) {
+    for (int i = 0; i < 16; ++i) factors.scale[i] = of.d * float(int8_t(of.bytes[i])), factors.minimum[i] = 0;
 }
 // Six bits, less 32: a nibble of `kLow` bytes, and two bits of the others.
-template <int kLow> void six_bits(float d, float, const uint8_t *bytes, Factors &factors) {
+template <int kLow> void six_bits(const Scales &of, Factors &factors) {
     for (int i = 0; i < 16; ++i) {
-        int g = i * kLow / 8, low = bytes[g / 2] >> 4 * (g % 2) & 15, high = bytes[kLow + g / 4] >> 2 * (g % 4) & 3;
-        factors.scale[i] = d * float((low | high << 4) - 32), factors.minimum[i] = 0;
+        int g = i * kLow / 8, low = of.bytes[g / 2] >> 4 * (g % 2) & 15, high = of.bytes[kLow + g / 4] >> 2 * (g % 4) & 3;
+        factors.scale[i] = of.d * float((low | high << 4) - 32), factors.minimum[i] = 0;
+    }
+}
+// e4m3 numbers without sign, whose bits are those of 2^-120 times as much in float32, and a factor of the row.
+void e4m3_of_16(const Scales &of, Factors &factors) {
+    float d = std::bit_cast<float>(of.words[0]);
+    for (int i = 0; i < 16; ++i) {
+        factors.scale[i] = d * (std::bit_cast<float>(uint32_t(of.bytes[i]) << 20) * 0x1p112f), factors.minimum[i] = 0;
+    }
+}
+// A float, and a zero point in its low byte.
+template <int kWords> void zero_points(const Scales &of, Factors &factors) {
+    for (int i = 0; i < 16; ++i) {
+        uint32_t word = of.words[i * kWords / 16];
+        factors.scale[i] = std::bit_cast<float>(word & 0xffffff00u);
+        factors.minimum[i] = factors.scale[i] * float(word & 255);
     }
 }
 
 // ---- Types.
 
 constexpr int8_t kIq4[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-constexpr int8_t kMxfp4[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+constexpr int8_t kE2m1[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 struct Type {
     int64_t id, weights, bytes; // in a block of a file
@@ -184,11 +219,13 @@ struct Type {
     int half[2];                // where they are in a file's block
     int scales;                 // bytes
     void (*read_scales)(const uint8_t *block, uint8_t *out);
-    void (*factors)(float d, float minimum, const uint8_t *scales, Factors &factors);
+    void (*factors)(const Scales &of, Factors &factors);
     int planes;
     Plane plane[2];
     int zero;                   // the code of number 0
     const int8_t *numbers;      // of all codes, where they are not just code - zero
+    int words;                  // at the begin of a file's block
+    int runs;                   // of columns, each with its own words, if there are so many, scales and codes
 };
 
 constexpr Type kTypes[] = {
@@ -201,7 +238,7 @@ constexpr Type kTypes[] = {
     {DELTIC_Q5_1, 32, 24, 2, {0, 2}, 0, nullptr, plus, 2, {plane<4, 16>(8), plane<1, 1>(4)}},
     {DELTIC_Q8_0, 32, 34, 1, {0}, 0, nullptr, no_scales, 1, {plane<8, 32>(2)}, 128},
     {DELTIC_IQ4_NL, 32, 18, 1, {0}, 0, nullptr, no_scales, 1, {plane<4, 16>(2)}, 0, kIq4},
-    {DELTIC_MXFP4, 32, 17, 0, {}, 1, copy_scales<0, 1>, power, 1, {plane<4, 16>(1)}, 0, kMxfp4},
+    {DELTIC_MXFP4, 32, 17, 0, {}, 1, copy_scales<0, 1>, power, 1, {plane<4, 16>(1)}, 0, kE2m1},
     {DELTIC_Q2_K, 256, 84, 2, {80, 82}, 16, copy_scales<0, 16>, scale_and_minimum_of_16, 1, {plane<2, 32>(16)}},
     {DELTIC_Q3_K, 256, 110, 1, {108}, 12, q3_k_scales, six_bits<8>, 2, {plane<2, 32>(32), plane<1, 32>(0)}, 4},
     {DELTIC_Q4_K, 256, 144, 2, {0, 2}, 12, scales_and_minima, scale_and_minimum_of_32, 1, {plane<4, 32>(16)}},
@@ -210,6 +247,10 @@ constexpr Type kTypes[] = {
     {DELTIC_Q6_K, 256, 210, 1, {208}, 16, copy_scales<192, 16>, signed_of_16, 2,
      {plane<4, 64>(0), plane<2, 32>(128)}, 32},
     {DELTIC_IQ4_XS, 256, 136, 1, {0}, 6, iq4_xs_scales, six_bits<4>, 1, {plane<4, 16>(8)}, 0, kIq4},
+    {DELTIC_NVFP4, 256, 148, 0, {}, 16, copy_scales<4, 16>, e4m3_of_16, 1, {plane<4, 1>(20)}, 0, kE2m1, 1, 4},
+    {DELTIC_INT4_32, 256, 160, 0, {}, 0, nullptr, zero_points<8>, 1, {plane<4, 1>(32)}, 0, nullptr, 8, 8},
+    {DELTIC_INT4_64, 256, 144, 0, {}, 0, nullptr, zero_points<4>, 1, {plane<4, 1>(16)}, 0, nullptr, 4, 4},
+    {DELTIC_INT4_128, 256, 136, 0, {}, 0, nullptr, zero_points<2>, 1, {plane<4, 1>(8)}, 0, nullptr, 2, 2},
 };
 
 const Type *find(int64_t id) {
@@ -259,7 +300,7 @@ void pack_words(const Type &type, const uint8_t *from, int64_t rows, int64_t col
     }
 }
 
-// Where the fields of the `index`-th of `together` blocks of a file are in a packed block.
+// Where the fields of the `index`-th of `together` blocks of a file are in a packed block: of types without runs.
 struct Fields {
     int64_t half[2], scales, codes;
 
@@ -270,7 +311,37 @@ struct Fields {
     }
 };
 
+// A packed block of runs: the words that all have in common, then of each run its word, if it has one, scales and codes.
+struct Runs {
+    int64_t common, words, scales, groups, size;
+
+    explicit Runs(const Type &type)
+        : common(type.words % type.runs), words(type.words / type.runs), scales(type.scales / type.runs),
+          groups(type.weights / kGroup / type.runs),
+          size((4 * words + scales) * kPanel + groups * group_bytes(type)) {}
+    int64_t run(int64_t i) const { return common * 4 * kPanel + i * size; }
+    int64_t word(int64_t i) const { return i < common ? i * 4 * kPanel : run(i - common); }
+    int64_t scale(int64_t i) const { return run(i / scales) + (4 * words + i % scales) * kPanel; }
+    int64_t codes(int64_t i) const { return run(i) + (4 * words + scales) * kPanel; }
+};
+
+void pack_runs(const Type &type, const uint8_t *const *blocks, uint8_t *packed) {
+    const Runs runs(type);
+    const Plane &plane = type.plane[0];
+    for (int row = 0; row < kPanel; ++row) {
+        uint8_t scales[kMostScales];
+        for (int i = 0; i < type.words; ++i) store(packed + runs.word(i) + 4 * row, load<uint32_t>(blocks[row] + 4 * i));
+        if (type.scales) type.read_scales(blocks[row], scales);
+        for (int i = 0; i < type.scales; ++i) packed[runs.scale(i) + row] = scales[i];
+    }
+    for (int i = 0; i < type.runs; ++i) {
+        int first = plane.offset + i * int(runs.groups * kGroup) * plane.bits / 8;
+        plane.pack(blocks, first, int(runs.groups), packed + runs.codes(i), group_bytes(type));
+    }
+}
+
 void pack_block(const Type &type, const uint8_t *const *blocks, const Fields &fields, uint8_t *packed) {
+    if (type.runs) return pack_runs(type, blocks, packed);
     for (int i = 0; i < type.halves; ++i) {
         uint8_t *to = packed + fields.half[i];
         for (int row = 0; row < kPanel; ++row) store(to + 2 * row, load<uint16_t>(blocks[row] + type.half[i]));
@@ -331,13 +402,28 @@ void unpack_group(const Type &type, const uint8_t *packed, int64_t row, const fl
     }
 }
 
-void unpack_block(const Type &type, const uint8_t *packed, const Fields &fields, int64_t row, float *out) {
-    float halves[2] = {};
-    uint8_t scales[kMostScales];
+void unpack_runs(const Type &type, const uint8_t *packed, int64_t row, float *out) {
+    const Runs runs(type);
+    Scales scales = {};
     Factors factors;
-    for (int i = 0; i < type.halves; ++i) halves[i] = widen_half(load<uint16_t>(packed + fields.half[i] + 2 * row));
-    for (int i = 0; i < type.scales; ++i) scales[i] = packed[fields.scales + i * kPanel + row];
-    type.factors(halves[0], halves[1], scales, factors);
+    for (int i = 0; i < type.words; ++i) scales.words[i] = load<uint32_t>(packed + runs.word(i) + 4 * row);
+    for (int i = 0; i < type.scales; ++i) scales.bytes[i] = packed[runs.scale(i) + row];
+    type.factors(scales, factors);
+    for (int64_t group = 0; group < type.weights / kGroup; ++group) {
+        const uint8_t *codes = packed + runs.codes(group / runs.groups) + group % runs.groups * group_bytes(type);
+        unpack_group(type, codes, row, factors.scale + 2 * group, factors.minimum + 2 * group, out + group * kGroup);
+    }
+}
+
+void unpack_block(const Type &type, const uint8_t *packed, const Fields &fields, int64_t row, float *out) {
+    if (type.runs) return unpack_runs(type, packed, row, out);
+    Scales scales = {};
+    Factors factors;
+    for (int i = 0; i < type.halves; ++i) {
+        (i ? scales.m : scales.d) = widen_half(load<uint16_t>(packed + fields.half[i] + 2 * row));
+    }
+    for (int i = 0; i < type.scales; ++i) scales.bytes[i] = packed[fields.scales + i * kPanel + row];
+    type.factors(scales, factors);
     const uint8_t *codes = packed + fields.codes;
     for (int64_t group = 0; group < type.weights / kGroup; ++group, codes += group_bytes(type)) {
         unpack_group(type, codes, row, factors.scale + 2 * group, factors.minimum + 2 * group, out + group * kGroup);
@@ -375,6 +461,19 @@ void copy_row(const Type &type, const uint8_t *from, int64_t row, uint8_t *to, i
     }
     int64_t together = together_of(type, columns), codes = type.weights / kGroup * group_bytes(type) / kVector;
     for (int64_t i = 0; i < columns / type.weights; i += together) {
+        if (type.runs) {
+            const Runs runs(type);
+            copy_fields<4>(from, row, to, place, runs.common);
+            for (int64_t run = 0; run < type.runs; ++run) {
+                int64_t at = runs.run(run), scales = at + 4 * runs.words * kPanel;
+                copy_fields<4>(from + at, row, to + at, place, runs.words);
+                copy_fields<1>(from + scales, row, to + scales, place, runs.scales);
+                at = runs.codes(run);
+                copy_fields<4>(from + at, row, to + at, place, runs.groups * group_bytes(type) / kVector);
+            }
+            from += type.bytes * kPanel, to += type.bytes * kPanel;
+            continue;
+        }
         int64_t halves = copy_fields<2>(from, row, to, place, type.halves * together);
         from += halves, to += halves;
         int64_t scales = copy_fields<1>(from, row, to, place, type.scales * together);

@@ -1,10 +1,11 @@
-// Rows of numbers to GGUF blocks, to the bit as deltic/loader/gguf/quantize.py makes them, which has the reasons.
+// Rows of numbers to blocks, to the bit as deltic/loader/gguf/quantize.py makes them, which has the reasons.
 //
 // Compiled once, for any processor: vectors of four numbers, sums in an order that does not depend on their width.
 #include "deltic.h"
 #include "half.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <iterator>
@@ -271,6 +272,62 @@ void q6_k(const float *x, uint8_t *block) {
     write_half(eighths + 16, unit);
 }
 
+// ---- Blocks of 256 that GGUF files do not have, as deltic/loader/four_bits.py makes them. Codes are two in a byte, the
+// even one in the low bits.
+
+// A number from 0 to 448 as e4m3, to the nearest, ties to even.
+uint8_t narrow_e4m3(float value) {
+    const float whole = 0x1.8p23f;
+    if (value < 0x1p-6f) return uint8_t((value * 512 + whole) - whole);
+    uint32_t bits = std::bit_cast<uint32_t>(value);
+    bits += 0x7ffff + (bits >> 20 & 1);
+    return uint8_t((bits >> 20) - (120 << 3));
+}
+float widen_e4m3(uint8_t bits) { return std::bit_cast<float>(uint32_t(bits) << 20) * 0x1p120f; }
+
+void nvfp4(const float *x, uint8_t *block) {
+    float most[16], d = 0;
+    for (int g = 0; g < 16; ++g) {
+        Range range = range_of<16>(x + 16 * g);
+        most[g] = std::max(-range.low, range.high);
+        d = std::max(d, most[g]);
+    }
+    d = d / (6 * 448);
+    float factor = inverse(d * 6), stored = d * 128;
+    std::memcpy(block, &stored, 4);
+    uint8_t codes[256];
+    for (int g = 0; g < 16; ++g) {
+        block[4 + g] = narrow_e4m3(most[g] * factor);
+        float of_group = inverse(widen_e4m3(block[4 + g]) * d);
+        for (int i = 16 * g; i < 16 * g + 16; ++i) {
+            float scaled = x[i] * of_group, size = std::fabs(scaled);
+            int code = (size > 0.25f) + (size >= 0.75f) + (size > 1.25f) + (size >= 1.75f) + (size > 2.5f) +
+                       (size >= 3.5f) + (size > 5.0f);
+            codes[i] = uint8_t(code | (scaled < 0) << 3);
+        }
+    }
+    pack<0, 4, 1, 256>(codes, block + 20);
+}
+
+// Groups with a scale and a whole zero point, so that 0 stays 0.
+template <int kGroup> void int4(const float *x, uint8_t *block) {
+    constexpr int kWords = 256 / kGroup;
+    uint8_t codes[256];
+    for (int g = 0; g < kWords; ++g, block += 4) {
+        Range range = range_of<kGroup>(x + kGroup * g);
+        float low = std::min(range.low, 0.0f), high = std::max(range.high, 0.0f);
+        uint32_t bits = (std::bit_cast<uint32_t>((high - low) / 15) + 128) & 0xffffff00u;
+        float factor = inverse(std::bit_cast<float>(bits)), zero = rounded(all(-low * factor), 0, 15)[0];
+        bits |= uint32_t(zero);
+        std::memcpy(block, &bits, 4);
+        for (int i = kGroup * g; i < kGroup * (g + 1); i += 4) {
+            Four numbers = rounded(load(x + i) * factor + zero, 0, 15);
+            for (int j = 0; j < 4; ++j) codes[i + j] = uint8_t(numbers[j]);
+        }
+    }
+    pack<0, 4, 1, 256>(codes, block);
+}
+
 // ---- Types.
 
 struct Type {
@@ -283,6 +340,8 @@ constexpr Type kTypes[] = {
     {DELTIC_Q5_0, 32, 22, around_zero<5>},   {DELTIC_Q5_1, 32, 24, above_minimum<5>},
     {DELTIC_Q8_0, 32, 34, q8_0},             {DELTIC_Q4_K, 256, 144, with_minima<4>},
     {DELTIC_Q5_K, 256, 176, with_minima<5>}, {DELTIC_Q6_K, 256, 210, q6_k},
+    {DELTIC_NVFP4, 256, 148, nvfp4},         {DELTIC_INT4_32, 256, 160, int4<32>},
+    {DELTIC_INT4_64, 256, 144, int4<64>},    {DELTIC_INT4_128, 256, 136, int4<128>},
 };
 
 } // namespace

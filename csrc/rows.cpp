@@ -15,21 +15,21 @@ constexpr int kVectors = 4;
 constexpr int kVectors = 1;
 #endif
 
-DELTIC_INLINE Floats part_of(const uint16_t *from, int64_t count) {
-    uint16_t bits[kLanes] = {};
-    std::memcpy(bits, from, size_t(count) * 2);
+template <typename T> DELTIC_INLINE Floats part_of(const T *from, int64_t count) {
+    T bits[kLanes] = {};
+    std::memcpy(bits, from, size_t(count) * sizeof(T));
     return load_wide(bits);
 }
 
-template <int V>
-void dots_of(const uint16_t *rows, int64_t count, int64_t columns, const float *const *x, float *out, int64_t stride) {
-    const int64_t ahead = fetch_ahead();
+template <int V, typename T>
+void dots_of(const T *rows, int64_t count, int64_t columns, const float *const *x, float *out, int64_t stride) {
+    const int64_t ahead = fetch_ahead(false);
     for (int64_t row = 0; row < count; ++row) {
-        const uint16_t *w = rows + row * columns;
+        const T *w = rows + row * columns;
         Floats sum[V][kSums] = {};
         int64_t k = 0;
         for (; k + kStep <= columns; k += kStep) {
-            for (int64_t line = 0; line < kStep * 2; line += 64)
+            for (int64_t line = 0; line < kStep * int64_t(sizeof(T)); line += 64)
                 __builtin_prefetch((const uint8_t *)(w + k) + ahead + line, 0, 2);
 #pragma GCC unroll 4
             for (int part = 0; part < kSums; ++part) {
@@ -51,11 +51,9 @@ void dots_of(const uint16_t *rows, int64_t count, int64_t columns, const float *
     }
 }
 
-}  // namespace
-
-// out[v * stride + i]: of row i of bfloat16 and vector v, in float32.
-void dots(const uint16_t *rows, int64_t count, int64_t columns, const float *const *x, int64_t vectors, float *out,
-          int64_t stride) {
+template <typename T>
+void all_dots(const T *rows, int64_t count, int64_t columns, const float *const *x, int64_t vectors, float *out,
+              int64_t stride) {
     for (int64_t v = 0; v < vectors;) {
         const int64_t left = least(vectors - v, kVectors);
         float *to = out + v * stride;
@@ -65,6 +63,59 @@ void dots(const uint16_t *rows, int64_t count, int64_t columns, const float *con
         else dots_of<1>(rows, count, columns, x + v, to, stride);
         v += left;
     }
+}
+
+// Adds panels [begin, begin + P) of b times `between` [rank] to y.
+template <int P, typename T>
+DELTIC_INLINE void add_panels(const T *b, int64_t rank, int64_t rows, int64_t begin, const float *between, float *y) {
+    Floats sum[P] = {};
+    const T *from = b + begin * rank * kLanes;
+    for (int64_t k = 0; k < rank; ++k)
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p)
+            sum[p] = fma(load_wide(from + (p * rank + k) * kLanes), splat(between[k]), sum[p]);
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
+        float *to = y + (begin + p) * kLanes;
+        int64_t some = least(kLanes, rows - (begin + p) * kLanes);
+        if (some == kLanes) store(to, loadf(to) + sum[p]);
+        else store_part(to, load_part(to, some) + sum[p], some);
+    }
+}
+
+}  // namespace
+
+// out[v * stride + i]: of row i of bfloat16 and vector v, in float32.
+void dots(const uint16_t *rows, int64_t count, int64_t columns, const float *const *x, int64_t vectors, float *out,
+          int64_t stride) {
+    all_dots(rows, count, columns, x, vectors, out, stride);
+}
+
+// between[v * rank + i]: of row i of a, from `first` on, and vector v.
+void low_rank_in(const deltic_low_rank &part, int64_t first, int64_t count, const float *const *x, int64_t vectors,
+                 float *between) {
+    by_type(part.type, [&](auto kind) {
+        const auto *rows = (const decltype(kind) *)part.a + first * part.columns;
+        all_dots(rows, count, part.columns, x, vectors, between + first, part.rank);
+    });
+}
+
+// Adds panels [begin, end) of b times between [vectors, rank] to each y.
+void low_rank_out(const deltic_low_rank &part, int64_t begin, int64_t end, const float *between, int64_t vectors,
+                  float *const *y) {
+    by_type(part.type, [&](auto kind) {
+        const auto *b = (const decltype(kind) *)part.b;
+        for (int64_t panel = begin; panel < end;) {
+            const int64_t some = end - panel < 4 ? 1 : 4;
+            for (int64_t v = 0; v < vectors; ++v) {
+                const float *by = between + v * part.rank;
+                float *to = y[v] + part.first;
+                if (some == 4) add_panels<4>(b, part.rank, part.rows, panel, by, to);
+                else add_panels<1>(b, part.rank, part.rows, panel, by, to);
+            }
+            panel += some;
+        }
+    });
 }
 
 // SiLU of the gate times the other half times the share, rounded to bfloat16. factor: of both halves.

@@ -356,6 +356,21 @@ DELTIC_INLINE Native native_half(const uint16_t *from) {
     return (Native)(((NativeWords)finite & ~special) | ((0x7f800000 | rest << 13) & special) | sign);
 #endif
 }
+// 2^-8 times e4m3 numbers without sign, also subnormal ones: as float16 has their bits, moved to its exponent.
+DELTIC_INLINE Native native_e4m3(const uint8_t *from) {
+#if defined(__AVX512F__)
+    __m256i bits = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)from));
+    return (Native)_mm512_cvtph_ps(_mm256_slli_epi16(bits, 7));
+#elif defined(__F16C__)
+    return (Native)_mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)from)), 7));
+#elif defined(__aarch64__)
+    uint16x4_t bits = vshl_n_u16(vget_low_u16(vmovl_u8(four_bytes(from))), 7);
+    return (Native)vcvt_f32_f16(vreinterpret_f16_u16(bits));
+#else
+    // as float32 has the bits they are 2^-120 times the numbers; the product also normalises subnormal ones
+    return (Native)(native_u8(from) << 20) * 0x1p112f;
+#endif
+}
 DELTIC_INLINE Floats load_half(const uint16_t *from) {
 #if defined(__AVX512F__)
     return native_half(from);

@@ -4,6 +4,7 @@
 
 #include "layers.hpp"
 #include "levels.hpp"
+#include "low_rank.hpp"
 #include "matrix.hpp"
 #include "pool.hpp"
 
@@ -11,6 +12,7 @@ namespace deltic {
 namespace {
 
 // Scratch slots of a step; the kernels that it calls have the others.
+constexpr int kNumbers = 23;
 enum { kResidual = 24, kNormed, kDelta, kProj, kMixed, kCosines, kSines, kLast };
 
 // Rotary tables [tokens, rotary_dim], halves repeated.
@@ -41,6 +43,14 @@ void add_bias(deltic_pool *pool, float *rows, const float *bias, int64_t tokens,
     });
 }
 
+// The adapters of the tokens whose logits are wanted, [logits]; null if no token has one.
+const int64_t *wanted_adapters(deltic_pool *pool, const deltic_batch &batch) {
+    if (!batch.adapters) return nullptr;
+    auto *numbers = scratch_of<int64_t>(pool, kNumbers, batch.logits);
+    for (int64_t i = 0; i < batch.logits; ++i) numbers[i] = batch.adapter[batch.logit_tokens[i]];
+    return numbers;
+}
+
 struct Step {
     deltic_pool *pool;
     const deltic_model &model;
@@ -48,12 +58,13 @@ struct Step {
     float *residual, *normed, *delta, *cosines, *sines;
 
     // The mixer of a layer without its output projection: [tokens, columns of that projection].
-    float *mix(const deltic_layer &layer) const {
+    float *mix(const deltic_layer &layer, const Adapters *adapters) const {
         const deltic_weight &in = layer.gdn ? layer.gdn->in_proj : layer.attention->qkv;
         const deltic_weight &out = layer.gdn ? layer.gdn->out_proj : layer.attention->o_proj;
         float *proj = scratch_of<float>(pool, kProj, batch.tokens * rows_of(in));
         float *mixed = scratch_of<float>(pool, kMixed, batch.tokens * out.parts[0].columns);
         linear(pool, normed, batch.tokens, in, proj, rows_of(in));
+        add_low_ranks(pool, adapters, DELTIC_IN, normed, model.hidden, proj, rows_of(in), batch.tokens);
         if (layer.attention && layer.attention->bias)
             add_bias(pool, proj, layer.attention->bias, batch.tokens, rows_of(in));
         if (layer.gdn)
@@ -67,18 +78,22 @@ struct Step {
     int64_t run(const deltic_layer &layer, bool first, bool select) const {
         const deltic_weight &out = layer.gdn ? layer.gdn->out_proj : layer.attention->o_proj;
         int64_t tokens = batch.tokens, hidden = model.hidden;
+        Adapters own{batch.adapter_list, batch.adapter, &layer - model.layer};
+        const Adapters *adapters = batch.adapters ? &own : nullptr;
         kernels(pool).add_norm(pool, residual, first ? nullptr : delta, layer.input_norm, residual, normed, tokens,
                                hidden, model.eps);
-        float *mixed = mix(layer);
+        float *mixed = mix(layer, adapters);
         if (select) {
             tokens = batch.logits;
             gather(mixed, mixed, out.parts[0].columns, batch.logit_tokens, tokens);
             gather(residual, residual, hidden, batch.logit_tokens, tokens);
+            own.numbers = wanted_adapters(pool, batch);
         }
         linear(pool, mixed, tokens, out, delta, hidden);
+        add_low_ranks(pool, adapters, DELTIC_OUT, mixed, out.parts[0].columns, delta, hidden, tokens);
         kernels(pool).add_norm(pool, residual, delta, layer.post_norm, residual, normed, tokens, hidden, model.eps);
-        if (layer.moe) moe(pool, normed, tokens, *layer.moe, delta);
-        else mlp(pool, normed, tokens, layer.gate_up, layer.down, delta);
+        if (layer.moe) moe(pool, normed, tokens, *layer.moe, delta, adapters);
+        else mlp(pool, normed, tokens, layer.gate_up, layer.down, delta, adapters);
         return tokens;
     }
 };
@@ -94,12 +109,14 @@ void linear_many(deltic_pool *pool, const Product *products, int64_t count) {
 }
 
 void mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &gate_up, const deltic_weight &down,
-         float *y) {
+         float *y, const Adapters *adapters) {
     int64_t both = rows_of(gate_up), width = both / 2;
     float *wide = scratch_of<float>(pool, 4, tokens * both), *gated = scratch_of<float>(pool, 5, tokens * width);
     linear(pool, x, tokens, gate_up, wide, both);
+    add_low_ranks(pool, adapters, DELTIC_GATE_UP, x, gate_up.parts[0].columns, wide, both, tokens);
     kernels(pool).silu_mul(pool, wide, gated, tokens, width);
     linear(pool, gated, tokens, down, y, rows_of(down));
+    add_low_ranks(pool, adapters, DELTIC_DOWN, gated, width, y, rows_of(down), tokens);
 }
 
 void store_kv(deltic_pool *pool, const deltic_attention_layer &layer, const deltic_weight *weight, const deltic_kv &kv,
@@ -152,6 +169,13 @@ void forward(deltic_pool *pool, const deltic_model &model, const deltic_batch &b
                            model.eps);
     if (final_hidden) gather(final_hidden, last, hidden, batch.logit_tokens, batch.logits);
     linear(pool, last, batch.logits, model.head, logits, rows_of(model.head));
+    if (!batch.adapters) return;
+    const int64_t *numbers = wanted_adapters(pool, batch);
+    LowRankSum sum(pool);
+    for (int64_t i = 0; i < batch.logits; ++i)
+        if (numbers[i] >= 0)
+            sum.add(batch.adapter_list[numbers[i]]->head, last + i * hidden, logits + i * rows_of(model.head));
+    sum.run();
 }
 
 }  // namespace deltic

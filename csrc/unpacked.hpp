@@ -9,22 +9,24 @@ struct alignas(64) Unpacked {
     Native scales[16];
     Native addends[8];
     NativeInts minima[8];
-    Native dmin;
+    Native dmin, unit;
 };
 
 // Unpacked weights as a format. Types with the same kind of scales share one.
-template <int Weights, int Group, Low Lows> struct Ready : Without {
+template <int Weights, int Group, Low Lows, bool Unit> struct Ready : Without {
     static constexpr int kWeights = Weights, kGroup = Group, kBits = 8;
     static constexpr int kOffset = Lows == kPlain ? 0 : kNone;
     static constexpr Low kLow = Lows;
+    static constexpr bool kUnit = Unit;
     static DELTIC_INLINE const Unpacked &of(const Block &block) { return *(const Unpacked *)block.data; }
     static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) { return of(block).codes[g][i]; }
     static DELTIC_INLINE Native scale(const Block &block, int g) { return of(block).scales[g]; }
     static DELTIC_INLINE Native addend(const Block &block, int g) { return of(block).addends[g]; }
     static DELTIC_INLINE NativeInts minima(const Block &block, int i) { return of(block).minima[i]; }
     static DELTIC_INLINE Native dmin(const Block &block) { return of(block).dmin; }
+    static DELTIC_INLINE Native unit(const Block &block) { return of(block).unit; }
 };
-template <class Format> using ReadyOf = Ready<Format::kWeights, Format::kGroup, Format::kLow>;
+template <class Format> using ReadyOf = Ready<Format::kWeights, Format::kGroup, Format::kLow, Format::kUnit>;
 
 // `groups` groups of 32 columns, all in one block if it has so many.
 template <class Format> DELTIC_INLINE void unpack(const uint8_t *data, int groups, int64_t ahead, Unpacked &to) {
@@ -48,6 +50,7 @@ template <class Format> DELTIC_INLINE void unpack(const uint8_t *data, int group
         for (int i = 0; i < (Format::kLow == kMinima16 ? 8 : 4); ++i) to.minima[i] = Format::minima(block, i);
         to.dmin = Format::dmin(block);
     }
+    if constexpr (Format::kUnit) to.unit = Format::unit({data, 0});
 }
 
 // Adds `groups` groups to the totals of the tile's tokens. `group` is the number of the first one in the tile.
@@ -63,6 +66,7 @@ void add_unpacked(const Unpacked &weights, const Int8Tile &tile, int64_t group, 
         if constexpr (Format::kLow == kMinima16 || Format::kLow == kMinima32)
             take_minima<Plain, T>(block, tile, b, sum);
 #pragma GCC unroll 12
-        for (int t = 0; t < T; ++t) total[t] = fma(splat<Native>(tile.scales[b * T + t]), sum[t], total[t]);
+        for (int t = 0; t < T; ++t)
+            total[t] = fma(scale_of_block<Plain>(block, tile.scales[b * T + t]), sum[t], total[t]);
     }
 }

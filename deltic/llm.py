@@ -23,6 +23,7 @@ from deltic.chat.processor import ChatConfig, ChatProcessor, PreparedRequest, ba
 from deltic.chat.response_format import OutputFormat, as_format
 from deltic.chat.tokenizer import Tokenizer, TokenizerFiles
 from deltic.chat.tool_grammar import AnswerForm, ToolChoice
+from deltic.engine.adapters import open_adapters
 from deltic.engine.arguments import (
     as_messages,
     as_params,
@@ -38,7 +39,7 @@ from deltic.engine.arguments import (
     engine_config,
 )
 from deltic.engine.engine import Engine
-from deltic.engine.loading import LoadProgress, ModelOverrides, RandomModel, load_any
+from deltic.engine.loading import LoadProgress, ModelOverrides, RandomModel, load_any, with_ends
 from deltic.engine.warm_up import warm_up
 from deltic.engine.worker import EventMailbox, Worker
 from deltic.errors import ConfigError, ModelError, RequestError, of_prompt, show
@@ -70,12 +71,14 @@ class FormatOptions(TypedDict, total=False):
     structured_outputs: in vLLM's, one of json (a schema), regex, choice (a list of texts), grammar.
     logits_processors: functions of (token ids, logits [V]) that return other logits, see `EngineRequest`.
     cache_salt: calls share cached prefixes and answer records only if they have the same salt.
+    lora: the name of a loaded adapter, which computes the answers.
     """
 
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
     logits_processors: Sequence[LogitsProcessor] | None
     cache_salt: str | None
+    lora: str | None
 
 
 class ChatOptions(FormatOptions, total=False):
@@ -278,6 +281,7 @@ class LLM:
     `generate_stream`. Any thread and any task may call them, also while the model is being served: one thread, the
     `worker`, runs the model and batches concurrent calls.
 
+    lora: adapters, the directory of each by its name. `adapters` loads and unloads others at any time.
     config: replaces the model's config.json: a path, its content, or a `deltic.config.ModelConfig`.
     weights: replaces the model's tensors, by their Hugging Face names, with those of vision tower and draft head.
     options: fields of ChatConfig (how conversations are read) and EngineConfig (how the model runs):
@@ -294,19 +298,21 @@ class LLM:
 
     def __init__(self, model: str | Path | RandomModel | None = None, *, revision: str | None = None,
                  chat_template: str | Path | None = None, progress: LoadProgress | None = None, config: Any = None,
-                 weights: Mapping[str, Any] | None = None, **options: Any) -> None:
+                 weights: Mapping[str, Any] | None = None, lora: Mapping[str, str | Path] | None = None,
+                 **options: Any) -> None:
         names = [field.name for field in fields(ChatConfig)]
         chat = {name: options.pop(name) for name in names if name in options}
         ChatConfig(**chat)
         if not isinstance(chat_template, str | Path | None):
             raise ConfigError(f"chat_template must be the path of a file, not {show(chat_template)}", "chat_template")
         check_callback(progress, "progress", "(bytes read, bytes in all)", ConfigError)
-        chosen = engine_config(options, ["revision", "chat_template", "config", "weights", *names])
+        chosen = engine_config(options, ["revision", "chat_template", "config", "weights", "lora", *names])
         runtime = load_any(model, chosen, revision, progress, given=ModelOverrides(config, weights))
         began, self._chat_processor = time.perf_counter(), _chat_processor(runtime, chat_template, **chat)
         if self._chat_processor:
             log.info("%s: tokenizer and chat template read in %.2f s", runtime.name, time.perf_counter() - began)
-        self.runtime = _with_words(runtime, self._chat_processor.tokenizer) if self._chat_processor else runtime
+        self.runtime = with_ends(runtime, self._chat_processor.tokenizer if self._chat_processor else None)
+        self.adapters = open_adapters(self.runtime, lora)
         self.worker = Worker(Engine(self.runtime))
         self._closing = threading.Lock()
         weakref.finalize(self, self.worker.stop, 0.0).atexit = False  # the worker handles the interpreter's end itself
@@ -386,7 +392,8 @@ class LLM:
         check_options("generate_stream", options, _GENERATE_STREAM)
         wanted = as_format(options.get("response_format"), options.get("structured_outputs"))
         job = self._job(as_prompt(prompt), as_params(sampling), wanted)
-        return Stream(self, _with(job, as_salt(options.get("cache_salt")), options.get("logits_processors")))
+        return Stream(self, self._with(job, as_salt(options.get("cache_salt")), options.get("logits_processors"),
+                                       options.get("lora")))
 
     def prompt(self, text: str, images: Sequence[Any] = ()) -> Prompt:
         """A raw prompt with images, for `generate` and `Session.prefill`: each is seen where the text has the marker
@@ -415,7 +422,7 @@ class LLM:
         """Saves the prefix that a prompt begins with as files in a directory; reads the prompt first, as far as it is
         not cached. prompt: messages, or a raw prompt, text or token ids. System messages alone mean the prefix that
         all conversations with them and with `tools` share. Returns the saved state with its id."""
-        check_options("save_state", options, ("prompt", "directory", "name", *ChatOptions.__annotations__))
+        check_options("save_state", options, {"prompt", "directory", "name", *ChatOptions.__annotations__} - {"lora"})
         job, answer = self._saved_prefix(prompt, **options)
         if not self.states.keeps(self.worker, job.request):
             self._gather([job])[0].sound()
@@ -490,28 +497,28 @@ class LLM:
         of the last answer."""
         nothing, salt, tools = SamplingParams(max_tokens=0), as_salt(options.get("cache_salt")), options.get("tools")
         if not (isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping)):
-            return _with(self._job(as_prompt(prompt), nothing, None), salt, None), None
+            return self._with(self._job(as_prompt(prompt), nothing, None), salt, None), None
         check_tools(tools)
         found = self.chat_processor.of(salt).saved_prefix(
             as_messages(prompt), tools=tools, variables=as_variables(options.get("variables"), options.get("thinking")))
-        job = _with(bare_job(found.ids, nothing), salt, None)
+        job = self._with(bare_job(found.ids, nothing), salt, None)
         return replace(job, request=replace(job.request, stable_prefixes=found.stable_prefixes)), found.answer
 
     def _turn(self, messages: Any, sampling: Any, *, tools: Any = None, thinking: Any = None, variables: Any = None,
               thinking_budget: Any = None, tool_choice: Any = None, **more: Any) -> PreparedRequest:
         check_tools(tools)
         salt, processors = as_salt(more.pop("cache_salt", None)), more.pop("logits_processors", None)
-        fork = more.pop("fork_from", None)
+        fork, lora = more.pop("fork_from", None), more.pop("lora", None)
         job = self.chat_processor.of(salt).chat(as_messages(messages), as_params(sampling),
                                                 tools=None if tool_choice == "none" else tools,
                                                 answer=AnswerForm(ToolChoice.read(tool_choice), as_format(**more)),
                                                 variables=as_variables(variables, thinking),
                                                 thinking_budget=thinking_budget,
                                                 history=None if fork is None else answer_end(fork))
-        return _with(job.compiled(), salt, processors)
+        return self._with(job.compiled(), salt, processors, lora)
 
     def _jobs(self, prompts: Any, sampling: Any, on_token: Any, cache_salt: Any = None, logits_processors: Any = None,
-              **form: Any) -> list[PreparedRequest]:
+              lora: Any = None, **form: Any) -> list[PreparedRequest]:
         check_callback(on_token)
         salt, rows = as_salt(cache_salt), as_prompts(prompts)
         params = as_sampling(sampling, len(rows))
@@ -519,7 +526,7 @@ class LLM:
         jobs = list[PreparedRequest]()
         for place, (prompt, each) in enumerate(zip(rows, params, strict=True)):
             with of_prompt(f"prompts[{place}]"):
-                jobs.append(_with(self._job(prompt, each, wanted), salt, logits_processors))
+                jobs.append(self._with(self._job(prompt, each, wanted), salt, logits_processors, lora))
                 self.engine.keys_of(jobs[-1].request)
         return jobs
 
@@ -531,9 +538,10 @@ class LLM:
             return bare_job(prompt, sampling, prompt_bound(self.engine.max_context, self.runtime.options.limits))
         return self.chat_processor.complete(prompt, sampling, wanted).compiled()
 
-
-def _with(job: PreparedRequest, salt: str, processors: Any) -> PreparedRequest:
-    return replace(job, request=replace(job.request, cache_salt=salt, logits_processors=as_processors(processors)))
+    def _with(self, job: PreparedRequest, salt: str, processors: Any, lora: Any = None) -> PreparedRequest:
+        adapter = None if lora is None else self.adapters.find(lora)
+        request = replace(job.request, cache_salt=salt, logits_processors=as_processors(processors), adapter=adapter)
+        return replace(job, request=request)
 
 
 def _chat_processor(runtime: ModelRunner | ProgramModel, template: str | Path | None, **options: Any
@@ -550,11 +558,3 @@ def _chat_processor(runtime: ModelRunner | ProgramModel, template: str | Path | 
                               image_urls=runtime.options.allow_image_urls, **options)
     processor.grammars.bounds = Bounds.of(runtime.generation)
     return processor
-
-
-def _with_words(runtime: ModelRunner | ProgramModel, tokenizer: Tokenizer) -> ModelRunner | ProgramModel:
-    """Adds the tokenizer's end-of-text tokens to those that end answers: some configs name only one of them."""
-    if tokenizer.vocab_size > runtime.config.vocab_size:
-        log.warning("the tokenizer has %d tokens, the model only %d: are they of one checkpoint?",
-                    tokenizer.vocab_size, runtime.config.vocab_size)
-    return replace(runtime, generation=runtime.generation.with_eos(tokenizer.ends), tokenizer=None)

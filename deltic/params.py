@@ -334,6 +334,16 @@ class Lineage:
     forks: bool = False
 
 
+class LoadedAdapter(Protocol):
+    """An adapter (LoRA) of the model's weights. identity: a digest of its content."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def identity(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A request to the engine: token ids in, token ids or a vector out.
@@ -356,6 +366,7 @@ class EngineRequest:
         They run in another thread while other requests go on; an exception ends the request. Nothing is drafted for
         such a request.
     lineage: the conversation that the request belongs to. It changes no token.
+    adapter: computes the answer with this adapter. Requests with different adapters share no cached prefixes.
     """
 
     id: str
@@ -371,11 +382,17 @@ class EngineRequest:
     cache_salt: str = ""
     logits_processors: tuple[LogitsProcessor, ...] = ()
     lineage: Lineage = Lineage()
+    adapter: LoadedAdapter | None = None
 
     @property
     def ids(self) -> tuple[int, ...]:
         """The prompt's token ids."""
         return self.prompt.ids if isinstance(self.prompt, Prompt) else self.prompt
+
+    @property
+    def key_salt(self) -> str:
+        """What the keys of the prompt are salted with; "": nothing."""
+        return f"{self.adapter.identity}\0{self.cache_salt}" if self.adapter else self.cache_salt
 
     @property
     def choices(self) -> int:

@@ -26,6 +26,7 @@ from test_server_harness import Served, serving
 
 from deltic.chat.processor import ChatProcessor
 from deltic.config import EngineConfig
+from deltic.engine.adapters import AdapterSet
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.worker import Worker
@@ -143,6 +144,7 @@ def playing(script: Callable[[Seen], str], history: str, memory: str = "1GiB") -
     engine = Player(load(RandomModel(shape=shape), options))
     engine.script = script
     model = SimpleNamespace(engine=engine, worker=Worker(engine), runtime=engine.runtime,
+                            adapters=AdapterSet(engine.runtime),
                             chat_processor=ChatProcessor.from_directory(TINY, longest=CONTEXT, history=history))
     model.close = lambda: model.worker.stop(5)
     with serving(model, served_name="player") as served:

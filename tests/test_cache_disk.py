@@ -634,7 +634,7 @@ for life in range(int(sys.argv[3])):
 
 
 def test_killed_while_writing(tmp_path):
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), MODEL, str(examples(40))], check=True)
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), MODEL, str(max(10, examples(40)))], check=True)
     disk, notes = DiskStore(tmp_path, MODEL, 1), DiskRecords(tmp_path, MODEL)
     items = list(disk.scan())
     assert items

@@ -16,7 +16,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis.stateful import initialize, run_state_machine_as_test
 from plain_engine import PlainEngine, serve
-from support import drain, embedded_runtime, examples, greedy, numbers, odd_runtime, units_apart
+from support import drain, embedded_runtime, every, examples, greedy, numbers, odd_runtime, units_apart
 from test_cache_machine import CacheMachine, Naive, hashes, leased, read_kv, read_state
 from test_prefix_tree import ReuseMachine
 
@@ -320,6 +320,7 @@ class SharedReuseMachine(ReuseMachine):
         return self.loose_slots() * layout.pages
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", [SharedMachine, SharedReuseMachine])
 @pytest.mark.parametrize("looks", [1, 9])
 @pytest.mark.parametrize("restless", [True, False])
@@ -399,7 +400,7 @@ def test_states_that_would_be_kept_go_before_a_sequence_is_preempted(drops: bool
     assert len(engine.answers) == 2 and (engine.scheduler.preemptions == 0) == drops
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", every(2, LAYOUTS))
 def test_an_engine_without_torch_in_frames(layout: FrameLayout) -> None:
     """With drafts, forks, pauses, preemptions and eviction. A write to a slot erases the pages of its frame, and the
     reverse."""
@@ -468,6 +469,7 @@ def mixed_requests(count: int, seed: int, vocabulary: int) -> list[Any]:
     return found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("frames", [16, 24])
 @pytest.mark.parametrize("units", [nullcontext(), RESTLESS])

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support import examples
+from support import every, examples
 
 from deltic.cache.block_pool import BlockPool
 from deltic.cache.handles import CacheSnapshot, PageList, SequenceCache
@@ -400,9 +400,8 @@ class CutsState(HybridCache):
         return done
 
 
-@pytest.mark.parametrize("kind", [SharesPartialPages, ForgetsToCopyState, CopiesOneLayer, CommitsTwice, PromisesMore,
-                                  LeaksPages, GoesBackwards,
-                                  pytest.param(CutsState, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", every(3, [SharesPartialPages, ForgetsToCopyState, CopiesOneLayer, GoesBackwards,
+                                           PromisesMore, LeaksPages, CommitsTwice, CutsState]))
 def test_the_machine_notices_a_broken_cache(kind: type[HybridCache | CachePools]) -> None:
     looks = 9 if kind is GoesBackwards else 1
     with pytest.raises((AssertionError, IndexError)):

@@ -19,6 +19,7 @@ from deltic.ops.cuda.card import CARDS, Card, card_of, common_card, default_card
 from deltic.ops.cuda.driver import CompileError, compile_source, load_module, tensor_map, why_not_compiled
 from deltic.ops.cuda.kernel_config import ADD, PART, STORE, Multiply, Shapes, attention_bytes
 from deltic.ops.cuda.moe import ExpertsShape, tile_bytes
+from deltic.ops.cuda.quantized_moe import Kinds, PackedShape
 from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sample import source as draws_source
 from deltic.ops.cuda.sliced_product import ColumnSlices
@@ -34,7 +35,7 @@ def few_kernels(card: Card) -> Shapes:
     products = (Multiply(hidden, True, STORE, card=card),
                 Multiply(gdn.values // 2, False, PART, split=ColumnSlices(4, 3), card=card),
                 PackedMultiply(hidden, True, STORE, frozenset({"Q4_K"}), card=card))
-    return Shapes(products, gdn, attention, frozenset({"Q4_K"}), host=hidden, card=card)
+    return Shapes(products, gdn, attention, frozenset({"Q4_K", "MXFP4", "NVFP4", "INT4_128"}), host=hidden, card=card)
 
 
 def mixture(card: Card) -> Shapes:
@@ -51,7 +52,12 @@ WHOLE: dict[str, Callable[[Card], Shapes]] = {
     "tiny": partial(shapes_of, "tiny")}
 
 
-@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+QUICK = [pytest.param(card, id=name, marks=() if name in ("sm_86", "sm_90") else pytest.mark.slow)
+         for name, card in CARDS.items()]
+"""The smallest shared memory, and the largest with instructions of its own."""
+
+
+@pytest.mark.parametrize("card", QUICK)
 def test_a_few_kernels_compile(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shapes = few_kernels(card)
@@ -85,7 +91,7 @@ def test_small_kernels_compile(card: Card, tmp_path: Path, monkeypatch: pytest.M
             check(text, small)
 
 
-@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+@pytest.mark.parametrize("card", QUICK)
 def test_sums_over_devices_compile(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for devices in (2, 4, 8):
@@ -109,6 +115,20 @@ def test_split_products_compile(card: Card, tmp_path: Path, monkeypatch: pytest.
             products.append(PackedMultiply(columns, False, out, frozenset({"Q4_K"}), 1, 2, split=split, card=card))
     experts = ExpertsShape(2048, 512, 256, 8, True, True, shards=2, card=card)
     shapes = Shapes(tuple(products), None, None, frozenset({"Q4_K"}), experts=experts, card=card)
+    check(shapes.source(), shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["MXFP4", "NVFP4", "INT4_128", "INT4_64", "INT4_32"])
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+def test_products_of_four_bits_compile(card: Card, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kinds = frozenset({kind})
+    products = [PackedMultiply(2560, norm, out, kinds, 1, high, card=card) for high in (1, 2)
+                for norm, out in ((True, STORE), (False, ADD))]
+    own = frozenset({Kinds(kind, kind, kind)})
+    experts = PackedShape(2048, 512, 256, 8, True, True, own, own, card=card)
+    shapes = Shapes(tuple(products), None, None, kinds, experts=experts, card=card)
     check(shapes.source(), shapes)
 
 

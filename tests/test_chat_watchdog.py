@@ -70,7 +70,9 @@ for _name, _use in uses():
     USES.setdefault(_name, []).append(_use)
 
 
-@pytest.mark.parametrize("kind", ["filter", "test", "method", "function", "operator"])
+@pytest.mark.parametrize("kind", [
+    pytest.param("filter", marks=pytest.mark.slow), "test", "method", pytest.param("function", marks=pytest.mark.slow),
+    pytest.param("operator", marks=pytest.mark.slow)])
 def test_every_template_feature_ends_in_time(kind: str) -> None:
     """Each use that renders is repeated in one expression, which no loop interrupts."""
     for name in (name for name in USES if name.startswith(kind)):

@@ -318,9 +318,8 @@ def test_serve_passes_its_options_on(monkeypatch):
     monkeypatch.setenv("DELTIC_API_KEY", "secret")
     argv = ["serve", "tiny", "--port", "0", "--served-name", "demo", "--cors-origin", "*", "--lenient"]
     assert main(argv) == main([*argv, "--api-key", "mine", "--drain-seconds", "5"]) == 0
-    given = {"served_name": "demo", "encoders": [], "state_dir": None, "cors_origins": ["*"], "lenient": True,
-             "tls": None,
-             "api_keys": {"secret": None}, "share_prefix_cache": False,
+    given = {"served_name": "demo", "encoders": [], "state_dir": None, "lora_dir": None, "cors_origins": ["*"],
+             "lenient": True, "tls": None, "api_keys": {"secret": None}, "share_prefix_cache": False,
              "allowed_hosts": [], "drain_seconds": 30, "request_log": None}
     own = {**given, "api_keys": {"mine": None}, "drain_seconds": 5}
     assert calls == [("tiny", "127.0.0.1", given), ("tiny", "127.0.0.1", own)]

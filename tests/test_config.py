@@ -296,7 +296,7 @@ def test_null_text_keys_fall_back_to_outer_config():
 
 
 @pytest.mark.parametrize("key,value", [
-    ("attention_bias", True), ("hidden_act", "gelu"), ("quantization_config", {"quant_method": "gptq"}),
+    ("attention_bias", True), ("hidden_act", "gelu"), ("quantization_config", {"quant_method": "hqq"}),
     ("rope_type", {"rope_type": "linear", "rope_theta": 1e4}), ("rope_type", {"type": ["x"], "rope_theta": 1e4}),
     ("rope_theta", {"rope_type": "default"}), ("rope_theta", {"rope_theta": math.nan}),
     ("rope_parameters", [1]), ("rope_parameters that differs", {"full_attention": {"rope_theta": 1e4}}),

@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 from support import numbers, odd_shape, tiny_texts
 from test_cuda_kernels import HEADS, NAN, error, in_slices, normed, randn
 from test_cuda_tiles import packed
+from test_formats import write
 from test_loader_fp8 import checkpoint
+from test_stored_blocks import form
 from torch import Tensor
 
 from deltic.config import EngineConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
@@ -44,6 +46,7 @@ COLUMNS = (256, 1024, 2560, 9216)
 MIXED = (("Q6_K", 500), ("Q4_K", 200), ("Q8_0", 5), ("Q5_K", 40))
 PLAIN = (("FP8", 343), ("BF16", 24), ("FP8", 13))
 BOTH = (("FP8", 343), ("Q8_0", 24))
+FOUR_BITS = (("NVFP4", 500), ("INT4_128", 200), ("MXFP4", 5), ("INT4_32", 40))
 EVERYWHERE = ("Q4_K", "Q6_K", "FP8")
 """Kinds that are multiplied with every number of columns."""
 
@@ -69,7 +72,7 @@ def known() -> list[PackedMultiply]:
         found += [PackedMultiply(columns, True, GATE, frozenset({kind}), 2, high) for columns in COLUMNS
                   for kind in ("Q4_K", "FP8") if columns <= 4096]
         found += [PackedMultiply(columns, True, STORE, frozenset(kind for kind, _ in parts), len(parts), high)
-                  for columns in (1024, 2560) for parts in (MIXED, PLAIN, BOTH)]
+                  for columns in (1024, 2560) for parts in (MIXED, PLAIN, BOTH, FOUR_BITS)]
         found += [PackedMultiply(spec.values, False, ADD, frozenset({kind}), 1, high, spec.value_dim,
                                  gdn_slice(spec, "few"))
                   for spec in HEADS[1:] for kind in ("Q4_K", "FP8")]
@@ -159,7 +162,7 @@ def test_products(products: Module, kind: str, columns: int, rows: int) -> None:
     assert torch.equal(torch.cat(pieces), whole)
 
 
-@pytest.mark.parametrize("kinds", [MIXED, PLAIN, BOTH], ids=["whole numbers", "plain", "both"])
+@pytest.mark.parametrize("kinds", [MIXED, PLAIN, BOTH, FOUR_BITS], ids=["whole numbers", "plain", "both", "four bits"])
 @pytest.mark.parametrize("columns", [1024, 2560])
 def test_parts_of_several_kinds(products: Module, columns: int, kinds: tuple[tuple[str, int], ...]) -> None:
     check_store(products, *weight_of(kinds, columns))
@@ -279,7 +282,7 @@ def test_float8_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-4b", "qwen3.5-9b"])
-@pytest.mark.parametrize("quant", ["fp8", "q4_k"])
+@pytest.mark.parametrize("quant", ["fp8", "q4_k", "nvfp4", "int4"])
 def test_input_larger_than_shared_memory(name: str, quant: str) -> None:
     """Weights of two kinds take each input in two forms: then 9 to 16 rows are multiplied in two parts."""
     shape = replace(ModelConfig.preset(name, 4), vocab_size=5003, intermediate_size=2560)
@@ -317,6 +320,22 @@ def test_float8_checkpoint_stays_as_it_is(tmp_path: Path) -> None:
     same = [one == other for found, wanted in zip(together, answers(plain, 16), strict=True)
             for one, other in zip(found[:4], wanted[:4], strict=True)]
     assert sum(same) > 0.7 * len(same)
+
+
+@pytest.mark.parametrize(("name", "type"), [("NVFP4", "NVFP4"), ("gptq, zeros", "INT4_32")])
+def test_checkpoint_of_four_bits_stays_as_it_is(name: str, type: str, tmp_path: Path) -> None:
+    """Answers as of the same numbers in bfloat16, and the same alone and together."""
+    shape = replace(SHAPE, num_mtp_layers=1)
+    write(tmp_path, shape, form(name))
+    packed, plain = load(str(tmp_path), options()), load(str(tmp_path), options(packed_weights="off"))
+    assert isinstance(packed.step, DecodeStep) and {type, "BF16"} <= {*packed.decoder.weight_kinds()}
+    assert type not in plain.decoder.weight_kinds()
+    alone, together = answers(packed, 1)[0], answers(packed, 16)
+    assert together[0] == alone, "an answer depends on its neighbours"
+    same = [one == other for found, wanted in zip(together, answers(plain, 16), strict=True)
+            for one, other in zip(found[:4], wanted[:4], strict=True)]
+    assert sum(same) > 0.7 * len(same)
+    assert all(len(found) == 24 for found in answers(packed, 20))  # 17 rows and more: plain copies
 
 
 def test_unsupported_options_are_refused() -> None:

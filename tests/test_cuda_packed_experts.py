@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from four_bit_cases import random_four_bits
 from safetensors.torch import save_file
 from support import moe_shape, tiny_texts
 from test_card_sources import compiled
@@ -17,7 +18,7 @@ from test_cuda_experts import rows
 from test_cuda_kernels import CURSORS, NAN, batch_of, check_alone, check_replays, error, fill, randn, served
 from test_cuda_packed import answers
 from test_cuda_source import BLOCK, members
-from test_cuda_tiles import random_blocks, random_float8
+from test_cuda_tiles import FOUR_BITS, random_blocks, random_float8
 from torch import Tensor
 
 from deltic.config import EngineConfig, ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
@@ -72,6 +73,7 @@ SHAPES = {
     "large": shape(3072, 1024, 12, 8, Q4_K_M, kinds("Q6_K", "Q8_0", "BF16")),
     "35B-A3B": TRUE,
     "FP8": shape(512, 512, 24, 4, kinds("FP8"), kinds("FP8")),
+    "four bits": shape(512, 256, 24, 4, Kinds("NVFP4", "INT4_128", "MXFP4"), kinds("INT4_64", down="INT4_32")),
     "FP8 beside whole numbers": shape(768, 256, 10, 3, Kinds("FP8", "Q8_0", "Q4_K"), kinds("Q4_K", "FP8", "FP8")),
 }
 BLOCKS = 24
@@ -207,9 +209,11 @@ def test_scratch_memory_is_planned() -> None:
 def stack_of(kind: str, count: int, rows: int, columns: int, seed: int) -> tuple[Block, ...]:
     if kind == "BF16":
         return tuple(randn(count, rows, columns, seed=seed, dtype=torch.bfloat16) * columns**-0.5)
-    type = FP8_TYPE if kind == "FP8" else BY_NAME[kind]
-    raw = random_float8(count * rows, columns, seed)[0] if kind == "FP8" else random_blocks(kind, count * rows, columns,
-                                                                                            seed)
+    type = {"FP8": FP8_TYPE, **BY_NAME, **FOUR_BITS}[kind]
+    if kind == "FP8":
+        raw = random_float8(count * rows, columns, seed)[0]
+    else:
+        raw = (random_four_bits if kind in FOUR_BITS else random_blocks)(kind, count * rows, columns, seed)
     flat = raw.reshape(-1)
     return pack_stack(kind, type.id, count, rows, columns, type.size(columns),
                       lambda start, size: flat[start:start + size], "cuda")

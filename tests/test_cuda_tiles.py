@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from four_bit_cases import numbers_of, random_four_bits
 
-from deltic.loader.files import GROUP
+from deltic.loader.formats.fp8 import FLOAT8_BLOCK_BYTES, GROUP
+from deltic.loader.four_bits import TYPES as FOUR_BITS
 from deltic.loader.gguf.blocks import BY_NAME, LAYOUTS, decode
-from deltic.loader.safetensors import FLOAT8_BLOCK_BYTES
 from deltic.ops.cuda.quantized import KINDS, Tiles, pack_tiles, serves, tiles_of
 
-TYPES = ("Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "IQ4_NL", "FP8")
+TYPES = ("Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "IQ4_NL", "FP8", "MXFP4", *FOUR_BITS)
 
 
 def random_blocks(type: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
@@ -22,6 +23,8 @@ def random_blocks(type: str, rows: int, columns: int, seed: int = 0) -> np.ndarr
     for name in ("d", "dmin"):
         if name in (LAYOUTS[type].names or ()):
             blocks[name] = (rng.random(len(blocks)) * 2e-3 + 1e-4).astype(np.float16)
+    if type == "MXFP4":
+        blocks["e"] = rng.integers(115, 121, len(blocks))
     return raw
 
 
@@ -40,6 +43,9 @@ def packed(type: str, rows: int, columns: int, seed: int = 0, device: str = "cpu
     """A matrix and the numbers it stands for, float64."""
     if type == "FP8":
         raw, numbers = random_float8(rows, columns, seed)
+    elif type in FOUR_BITS:
+        raw = random_four_bits(type, rows, columns, seed)
+        numbers = torch.from_numpy(numbers_of(type, raw)).double()
     else:
         raw = random_blocks(type, rows, columns, seed)
         numbers = torch.from_numpy(decode(raw.reshape(-1), BY_NAME[type])).view(rows, columns).double()

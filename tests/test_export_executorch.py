@@ -52,7 +52,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 NATIVE = pytest.param("deltic", marks=pytest.mark.skipif(bool(missing()) or not shutil.which("g++"),
                                                          reason="needs g++ and the kernels"))
 OPERATORS = [NATIVE, pytest.param("executorch", marks=pytest.mark.slow)]
-"""An export over ExecuTorch's operators takes four times as long: the quick run makes one, of a hybrid model."""
+"""An export over ExecuTorch's operators takes four times as long."""
 
 
 def program_of(path: Path, model: RandomModel, form: ExportForm) -> Path:
@@ -80,11 +80,17 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Operators], 
 
 @pytest.fixture(scope="module")
 def small(programs: Callable[[Operators], Path]) -> Path:
+    """Over the operators that are exported faster."""
+    return programs("executorch" if missing() or not shutil.which("g++") else "deltic")
+
+
+@pytest.fixture(scope="module")
+def plain(programs: Callable[[Operators], Path]) -> Path:
     """Over ExecuTorch's own operators."""
     return programs("executorch")
 
 
-@pytest.fixture(params=["executorch", NATIVE])
+@pytest.fixture(params=OPERATORS)
 def either(request: pytest.FixtureRequest, programs: Callable[[Operators], Path]) -> Path:
     return programs(request.param)
 
@@ -171,12 +177,13 @@ def test_programs_run_in_parallel_threads(either: Path) -> None:
     assert all(abs(one - other).max() < TAU / 10 for one, other in zip(alone, beside, strict=True))
 
 
-def test_python_bindings_equal_library_calls(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, ids = opened(small), numbers(8, 40, 509)
+@pytest.mark.slow
+def test_python_bindings_equal_library_calls(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, ids = opened(plain), numbers(8, 40, 509)
     program.start(0)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
-    bound = opened(small)
+    bound = opened(plain)
     assert isinstance(bound._calls, BindingCalls)
     bound.start(0)
     assert (fed(bound, 0, ids, 16) == fed(program, 0, ids, 16)).all()
@@ -258,7 +265,8 @@ def test_session_accepts_str_and_path(small: Path) -> None:
         assert session.prefill([1, 2, 3]).shape == (session.vocab_size,)
 
 
-@pytest.mark.parametrize("operators", OPERATORS)
+@pytest.mark.slow
+@pytest.mark.parametrize("operators", [NATIVE, "executorch"])
 def test_attention_only_model_equals_engine(operators: Operators, tmp_path: Path) -> None:
     """A Qwen3, which has no states: three prompts."""
     source = checkpoint(tmp_path / "model", ATTENTION, 0.2)
@@ -324,10 +332,11 @@ def test_damaged_program_is_refused(small: Path, tmp_path: Path, damage: Callabl
     assert message in capsys.readouterr().err
 
 
-def test_missing_operator_library_is_reported(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_missing_operator_library_is_reported(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_OPERATORS", "executorch.nothing_of_the_kind")
     with pytest.raises(ModelError, match=r"operator library of executorch.nothing_of_the_kind is not there"):
-        opened(small)
+        opened(plain)
 
 
 def test_program_without_its_operators_is_refused(

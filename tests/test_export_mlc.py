@@ -47,6 +47,7 @@ def sessions(folder: Path) -> tuple[Session, Session]:
     return made(folder, "q4f32_1", V1, SINGLE)
 
 
+@pytest.mark.slow
 def test_artifact_equals_engine(sessions: tuple[Session, Session]) -> None:
     assert_same_answers(*sessions, count=30)
 
@@ -70,6 +71,7 @@ def test_half_precision_artifact_is_close_to_engine(
 
 
 @pytest.mark.usefixtures("sessions")
+@pytest.mark.slow
 def test_artifact_metadata(folder: Path) -> None:
     """Vocabulary and stop tokens come from the config, the size of K/V from the artifact."""
     artifact = open_program(folder / "mlc", EngineConfig())

@@ -105,7 +105,8 @@ def test_recurrent_layer_equals_reference(name: str, tmp_path: Path) -> None:
         assert_close(method.get_attribute("mixer.recurrent_state")[0], view.recurrent[case.batch.target[0]], 5e-6)
 
 
-@pytest.mark.parametrize("name", ["gated", "without norms", pytest.param("plain", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gated", *(pytest.param(name, marks=pytest.mark.slow)
+                                             for name in ("without norms", "plain"))])
 def test_attention_equals_reference(name: str, tmp_path: Path) -> None:
     spec = ATTENTION[name]
     width = spec.queries * (2 if spec.gate else 1) + 2 * spec.kv

@@ -12,25 +12,25 @@ from pathlib import Path
 from test_house import FILES, ROOT, TREES, imports, room, shown, walk
 
 LINES = {
-    ".": 2040,
+    ".": 2070,
     "cache": 6000,
     "chat": 7115,
-    "cli": 5735,
+    "cli": 5960,
     "cluster": 1725,
-    "config": 1935,
+    "config": 2050,
     "embeddings": 2600,
-    "engine": 3775,
+    "engine": 3945,
     "export": 3950,
-    "loader": 6275,
-    "model": 1250,
-    "ops": 11375,
-    "runner": 4165,
-    "server": 8520,
-    "spec_decode": 1310,
+    "loader": 9200,
+    "model": 1180,
+    "ops": 13860,
+    "runner": 4400,
+    "server": 8675,
+    "spec_decode": 1315,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 284
+FILES_AT_MOST = 320
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

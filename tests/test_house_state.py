@@ -37,6 +37,7 @@ CACHES = {
     "deltic/ops/cuda/driver.py _capture_stream": "a stream of torch's, which lives as long as the process",
     "deltic/ops/cuda/driver.py _driver": "a library without a state that we know of",
     "deltic/ops/cuda/driver.py _launcher": "the same library",
+    "deltic/loader/formats/fp8.py _value_pairs": "a constant that is never written to",
     "deltic/ops/cuda/driver.py _nvrtc": "a library without a state that we know of",
     "deltic/ops/cuda/driver.py load_module": "compiled code",
     "deltic/ops/cuda/driver.py why_not_compiled": "a source compiles or not",
@@ -46,6 +47,7 @@ CACHES = {
     "deltic/ops/cuda/encoder.py _module": "compiled code",
     "deltic/ops/cuda/sample.py _drawer": "room for one call at a time, of one thread each",
     "deltic/ops/cuda/sample.py _drawer_of_parts": "the same, on several devices",
+    "deltic/ops/mlx/metal.py _kernel": "compiled code",
     "deltic/runner/input_batch.py _no_appends": "a constant that is never written to",
     "deltic/runner/sampling.py _table": "a constant that is never written to",
     "deltic/runner/sampling.py _greedy": "constants that are never written to",
@@ -55,7 +57,6 @@ CACHES = {
     "deltic/chat/conversation.py _render_alone": "a pure function of texts, few of them kept",
     "deltic/chat/output_router.py _pattern": "a compiled expression",
     "deltic/chat/template.py _compile": "a compiled template",
-    "deltic/loader/mtp_head.py opened": "lives as long as one checkpoint is being read",
 }
 """Functions that cache their results."""
 CHANGED = {
@@ -63,12 +64,14 @@ CHANGED = {
     "deltic/cli/torch_import.py sys": "a command imports a part of torch",
     "deltic/cli/process.py sys": "a command without standard streams gets some",
     "deltic/ops/cuda/tensor_parallel.py os": "how NCCL reaches memory, which changes no result",
+    "deltic/ops/mlx/memory.py _whole": "the memory behind a tensor, found by its address while the tensor lives",
     "deltic/ops/cuda/driver.py cls": "a class of arguments names its fields when it is made",
 }
 """Functions that change objects of a module or a class."""
 MADE = {
     "deltic/export/tvm/artifact.py Lock": "TVM has one cache of parameters for the process",
     "deltic/cache/offload/types.py AcceptAllItems": "it has no fields",
+    "deltic/ops/mlx/memory.py WeakValueDictionary": "the memory behind tensors, by its address",
     "deltic/chat/template.py Watchdog": "deadlines of what threads render, and a thread that waits for them",
 }
 """Objects of classes that are not frozen, made where a module is defined."""

@@ -72,6 +72,7 @@ def test_rotation(dim: int) -> None:
     assert rotated(x.bfloat16()).dtype == torch.float32
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dim", SIZES)
 def test_bytes_are_those_of_the_reference(dim: int, bits: int) -> None:
@@ -253,6 +254,7 @@ def compiled_ops(level: str) -> Ops:
         pytest.skip(str(error))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", SPECS)
 @pytest.mark.parametrize("backend", ["torch", "portable", "avx2", "avx512"])

@@ -248,13 +248,12 @@ def emptied(path):
 
 
 REFUSALS = {
-    "adapter": (adapter, r"is an adapter \(LoRA\) and no model: merge it into its base model 'Qwen/Qwen3.5-0.8B'"),
+    "adapter": (adapter, r"is an adapter \(LoRA\) and no model: serve it beside its base model 'Qwen/Qwen3.5-0.8B'"),
     "git-lfs weights": (pointer("model.safetensors"), "is a git-lfs pointer and not the file itself: run `git"),
     "git-lfs config": (pointer("config.json"), "config.json is a git-lfs pointer"),
-    "MLX": (config(quantization={"group_size": 64, "bits": 4}), "quantized MLX models are not supported; take"),
     **{method: (config(quantization_config={"quant_method": method, "bits": 4}),
                 f"quant_method '{method}' is not supported, .*; take the unquantized checkpoint .*or a GGUF file")
-       for method in ("awq", "gptq", "bitsandbytes", "mxfp4", "hqq", "auto-round", "exl3")},
+       for method in ("mxfp4", "hqq", "quark", "exl3")},
     "tensors of a quantization": (packed, r"qweight' is part of an unsupported quantization: take the unquantized"),
     "the authors' form": (instead("params.json"), "in the original format of its authors"),
     "ONNX": (instead("onnx/model.onnx"), "has only ONNX weights"),

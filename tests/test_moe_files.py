@@ -24,13 +24,14 @@ from deltic.cli import main
 from deltic.config import EngineConfig, ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.loading import RandomModel, load
 from deltic.errors import ModelError
+from deltic.loader.checkpoint import directory_checkpoint
 from deltic.loader.dummy import random_head, random_weights
 from deltic.loader.gguf.config import config_from_gguf
 from deltic.loader.gguf.convert import convert
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.gguf.load import load_packed
 from deltic.loader.model_files import ModelFiles, open_model
-from deltic.loader.mtp_head import directory_checkpoint, extract_head
+from deltic.loader.mtp_head import extract_head
 from deltic.loader.names import expected_tensors
 from deltic.loader.quantize import quantize_parts, quantize_tensors
 from deltic.ops.cpu import missing

@@ -44,6 +44,7 @@ def compare(late: Engine, early: Engine) -> None:
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_mtp_head_catches_up_after_late_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compares, step by step, a head that gets tokens late with one that gets them at once. Sequences come and go, one
     is aborted, and one reuses the prefix that another has just left."""

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from io import BytesIO
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socket import SHUT_RDWR
 from types import SimpleNamespace
 from typing import Any
 
-import httpx2
-import huggingface_hub
 import pytest
 import torch
-from huggingface_hub import errors
+from hub_cases import LocalHub, local_hub
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from test_hub import refusal
+from safetensors.torch import load_file, save, save_file
 from test_mtp_weights import save_shards, split
 
 from deltic.cli import main
 from deltic.config import ModelConfig
 from deltic.errors import DelticError, ModelError
-from deltic.loader import mtp_head
+from deltic.loader import mtp_head, ranges
+from deltic.loader.checkpoint import CheckpointFiles, directory_checkpoint, open_checkpoint
 from deltic.loader.dummy import random_head, random_weights
 from deltic.loader.model_files import open_model
-from deltic.loader.mtp_head import directory_checkpoint, extract_head, open_checkpoint
+from deltic.loader.mtp_head import extract_head
 
 TEXT: dict[str, Any] = {
     "model_type": "qwen3_5_text", "vocab_size": 29, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 4,
@@ -127,7 +125,7 @@ def test_in_pieces_with_progress(source: Path, tmp_path: Path, monkeypatch: pyte
         reads.append(count)
         return checkpoint.read(name, offset, count)
 
-    extract_head(mtp_head.CheckpointFiles(source, checkpoint.sizes, read), tmp_path / "h.safetensors", "x",
+    extract_head(CheckpointFiles(source, checkpoint.sizes, read), tmp_path / "h.safetensors", "x",
                  lambda done, total: seen.append((done, total)))
     assert_extracted(tmp_path / "h.safetensors")
     total = sum(tensor.nbytes for tensor in HEAD.values())
@@ -193,7 +191,7 @@ def test_truncated_source_leaves_no_file(source: Path, tmp_path: Path) -> None:
         return found[:-1] if count == HEAD["mtp.norm.weight"].nbytes else found
 
     with pytest.raises(ModelError, match=r"safetensors ended while it was read"):
-        extract_head(mtp_head.CheckpointFiles(source, checkpoint.sizes, read), tmp_path / "x.safetensors", "x")
+        extract_head(CheckpointFiles(source, checkpoint.sizes, read), tmp_path / "x.safetensors", "x")
     assert left_in(tmp_path) == []
 
 
@@ -213,96 +211,70 @@ def test_a_full_disk_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.
 # The hub
 
 
-@dataclass
-class Hub:
-    """A repository whose files lie in a directory. read: (file, bytes) of each access."""
-
-    directory: Path
-    read: list[tuple[str, int]] = field(default_factory=list)
-    asked: list[Any] = field(default_factory=list)
-    listing_error: Exception | None = None
-    open_error: Exception | None = None
-    read_error: Exception | None = None
-
-    def model_info(self, repository: str, **options: Any) -> Any:
-        self.asked.append((repository, options))
-        if self.listing_error:
-            raise self.listing_error
-        return SimpleNamespace(sha="abc", siblings=[
-            SimpleNamespace(rfilename=path.name, size=path.stat().st_size) for path in self.directory.iterdir()])
-
-    def open(self, path: str, mode: str, **options: Any) -> Any:
-        if self.open_error:
-            raise self.open_error
-        assert path.startswith("org/name/") and mode == "rb"
-        assert options == {"revision": "abc", "cache_type": "none"}
-        name, hub = path.removeprefix("org/name/"), self
-
-        class File:
-            def __init__(self) -> None:
-                self.file = BytesIO((hub.directory / name).read_bytes())
-
-            def seek(self, offset: int) -> None:
-                self.file.seek(offset)
-
-            def read(self, count: int) -> bytes:
-                if hub.read_error:
-                    raise hub.read_error
-                hub.read.append((name, count))
-                return self.file.read(count)
-
-        return File()
-
-
 @pytest.fixture
-def hub(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    found = Hub(source)
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: found)
-    monkeypatch.setattr(huggingface_hub, "HfFileSystem", lambda token=None: found)
+def hub(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LocalHub]:
     monkeypatch.chdir(tmp_path)
-    yield found
+    monkeypatch.setattr(ranges, "_FIRST", 100)
+    with local_hub(tmp_path / "cache", monkeypatch) as found:
+        found.files |= {path.name: path.read_bytes() for path in source.iterdir()}
+        yield found
 
 
-def test_only_the_head_is_downloaded(hub: Hub, tmp_path: Path) -> None:
-    assert main(["mtp", "extract", "org/name", "x.safetensors", "--revision", "v1"]) == 0
-    assert_extracted(tmp_path / "x.safetensors")
-    assert hub.asked == [("org/name", {"revision": "v1", "files_metadata": True, "token": None})]
+def test_only_the_head_is_downloaded(hub: LocalHub, tmp_path: Path) -> None:
+    for name in ("org/name", "org/name@main"):
+        assert main(["mtp", "extract", name, "x.safetensors", "--force"]) == 0
+        assert_extracted(tmp_path / "x.safetensors")
+    assert main(["mtp", "extract", "org/name", "x.safetensors", "--revision", "main", "--force"]) == 0
     with safe_open(tmp_path / "x.safetensors", "pt") as file:
-        assert file.metadata()["source"] == "org/name@v1"
-    assert "model-00001-of-00003.safetensors" not in {name for name, _ in hub.read}
-    small = sum((hub.directory / name).stat().st_size for name in ("config.json", "model.safetensors.index.json"))
-    shards = sum((hub.directory / f"model-0000{number}-of-00003.safetensors").stat().st_size for number in (2, 3))
-    assert sum(count for _, count in hub.read) <= small + shards
+        assert file.metadata()["source"] == "org/name@main"
+    names = {name for name, _ in hub.delivered}
+    assert "model-00001-of-00003.safetensors" not in names and "model-00002-of-00003.safetensors" in names
+    head = sum(tensor.nbytes for tensor in HEAD.values())
+    small = sum(len(hub.files[name]) for name in ("config.json", "model.safetensors.index.json"))
+    headers = sum(int.from_bytes(hub.files[name][:8], "little") for name in names if name.endswith(".safetensors"))
+    assert hub.bytes_delivered() <= 3 * (head + 2 * small + headers + len(names) * 100)
 
 
-def test_a_head_beside_the_shards_on_the_hub(hub: Hub, tmp_path: Path) -> None:
-    for path in hub.directory.glob("model*"):
-        path.unlink()
-    save_file(random_weights(CONFIG), hub.directory / "model.safetensors")
-    save_file(HEAD, hub.directory / "mtp.safetensors")
+def test_a_head_beside_the_shards_on_the_hub(hub: LocalHub, tmp_path: Path) -> None:
+    for name in [*hub.files]:
+        if name.startswith("model"):
+            del hub.files[name]
+    hub.files |= {"model.safetensors": save(random_weights(CONFIG)), "mtp.safetensors": save(HEAD)}
     assert main(["mtp", "extract", "org/name", "x.safetensors"]) == 0
     assert_extracted(tmp_path / "x.safetensors")
 
 
-@pytest.mark.parametrize(("error", "hint"), [
-    (refusal(errors.GatedRepoError, 403), "gated: accept its terms"),
-    (refusal(errors.RevisionNotFoundError, 404), "no revision"),
-    (refusal(errors.HfHubHTTPError, 401), "set HF_TOKEN"),
-    (httpx2.ConnectError("no route"), "cannot be reached (no route); check the network"),
-    (ConnectionResetError(104, "reset"), "cannot be reached"),
-    (RuntimeError("transfer broke"), "cannot be downloaded: RuntimeError: transfer broke"),
-])
-@pytest.mark.parametrize("step", ["listing_error", "open_error", "read_error"])
-def test_refusals_name_a_remedy(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], step: str,
-                                 error: Exception, hint: str) -> None:
-    setattr(hub, step, error)
+def refuses(status: int, code: str = "") -> Callable[[BaseHTTPRequestHandler], None]:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        if code:
+            handler.send_header("X-Error-Code", code)
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    return answer
+
+
+def hangs_up(handler: BaseHTTPRequestHandler) -> None:
+    handler.close_connection = True
+    handler.connection.shutdown(SHUT_RDWR)
+
+
+@pytest.mark.parametrize(("answer", "hint"), [
+    (refuses(403, "GatedRepo"), "gated: accept its terms"), (refuses(404, "RevisionNotFound"), "no revision"),
+    (refuses(401), "set HF_TOKEN"), (refuses(404), "check the spelling, and HF_ENDPOINT"),
+    (refuses(503), "cannot be reached"), (hangs_up, "cannot be reached"), (refuses(418), "cannot be downloaded")])
+@pytest.mark.parametrize("place", ["/api/models/org/name", "config.json", "model-00003-of-00003.safetensors"])
+def test_refusals_name_a_remedy(hub: LocalHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str,
+                                answer: Callable[[BaseHTTPRequestHandler], None], hint: str) -> None:
+    hub.instead[place] = answer
     assert hint in fails(["extract", "org/name", "x.safetensors"], capsys)
-    assert left_in(tmp_path) == []
+    assert not (tmp_path / "x.safetensors").exists()
 
 
-def test_directories_not_looked_up_on_the_hub(hub: Hub, tmp_path: Path) -> None:
+def test_directories_not_looked_up_on_the_hub(hub: LocalHub, source: Path, tmp_path: Path) -> None:
     (tmp_path / "org").mkdir()
-    hub.directory.rename(tmp_path / "org" / "name")
-    assert open_checkpoint("org/name").place == Path("org/name") and not hub.asked
+    source.rename(tmp_path / "org" / "name")
+    assert open_checkpoint("org/name").place == Path("org/name") and not hub.headers
     with pytest.raises(ModelError, match="no directory"):
         open_checkpoint("a/b/c")

@@ -106,7 +106,7 @@ def test_example_visits_every_device(built: Built, language: str) -> None:
         (str(device), name) for device, name in enumerate(names)]
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("language", [LANGUAGES[0], pytest.param("rust", marks=[needs_rustc, pytest.mark.slow])])
 def test_commands_of_the_examples_page(tmp_path: Path, built: Built, language: str) -> None:
     first, *blocks = re.findall(r"```sh\n(.*?)```", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     script = first + blocks[["c", "rust"].index(language)]

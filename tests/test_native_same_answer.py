@@ -18,6 +18,7 @@ from support import (
     Forcing,
     Reference,
     drain,
+    every,
     greedy,
     lively,
     moe_shape,
@@ -121,7 +122,7 @@ def reused(scenario: str, capsys: Any, *options: str) -> list[tuple[str, int, in
 
 
 @pytest.mark.parametrize("option", ["--dtype float32", "--dtype bfloat16", "--quant q8_0"])
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", every(2, SCENARIOS))
 @pytest.mark.covering
 def test_scenarios_reuse_as_on_other_backends(scenario: str, option: str, capsys: Any) -> None:
     wanted = reused(scenario, capsys, "--dtype", "float32", "--ops", "torch")
@@ -180,7 +181,8 @@ def exact_run() -> tuple[Tensor, Tensor]:
     return exact(inputs(), WEIGHTS, WEIGHTS.conv.float())
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 256])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1, 256])
 def test_no_drift_over_8192_steps(chunk: int) -> None:
     """Plain float32 is 6.3e-7 off at the end, relative RMS, when each product rounds twice."""
     wanted, last = exact_run()

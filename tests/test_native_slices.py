@@ -10,6 +10,7 @@ import pytest
 import torch
 from native_pools import at_every_level, native_ops, pool
 from op_cases import same_bits
+from support import every
 from test_gguf_blocks import READABLE
 from test_ops_linear_cpu import WORDS, activations, file_rows, layer, multiply, packed
 from torch import Tensor
@@ -129,7 +130,7 @@ class FeedForward:
         return MlpWeights((up, up), cut(self.types[1], 256, self.inner, [own]), shards=shards)
 
 
-@pytest.mark.parametrize("types", [("Q4_K", "Q6_K"), ("Q8_0", "Q4_0"), ("BF16", "F16")])
+@pytest.mark.parametrize("types", every(3, [("Q4_K", "Q6_K"), ("Q8_0", "Q4_0"), ("BF16", "F16")]))
 @at_every_level
 def test_quantized_feed_forwards_and_mixtures_are_the_sums_of_their_shards(types: tuple[str, str]) -> None:
     ops, x = native_ops(), activations(9, 256)

@@ -73,6 +73,7 @@ def plain(runtime: ModelRunner, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor
 
 
 @needs_kernels
+@pytest.mark.covering
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_delta_logs_change_no_bit(kind: str, threads: int) -> None:

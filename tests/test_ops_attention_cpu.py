@@ -21,6 +21,7 @@ from op_cases import (
     kv_view,
     randn,
 )
+from support import every
 from test_ops_torch import TOLERANCE
 from torch import Tensor
 from torch.nn import functional
@@ -47,7 +48,7 @@ ROTARY = {spec.rotary_dim: RopeSpec(1e4, spec.rotary_dim) for spec in SHAPES_OF_
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", SHAPES_OF_ATTENTION)
-@pytest.mark.covering(2)
+@pytest.mark.covering
 @at_every_level
 def test_attention_shapes(name: str, dtype: torch.dtype) -> None:
     """Contexts of one and of several parts, chunks of a few and of many tokens, at every level."""
@@ -115,7 +116,7 @@ def in_chunks(spec: AttentionSpec, proj: Tensor, chunks: list[int], dtype: torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", SHAPES_OF_ATTENTION)
+@pytest.mark.parametrize("name", every(3, SHAPES_OF_ATTENTION))
 @pytest.mark.covering
 @at_every_level
 def test_attention_does_not_depend_on_batch(name: str, dtype: torch.dtype) -> None:

@@ -14,13 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from four_bit_cases import numbers_of, random_four_bits
 from native_pools import at_every_level, best_level, naming, pool, using
 from numpy.typing import NDArray
 from op_cases import same_bits
-from test_gguf_blocks import READABLE, random_rows, theirs
+from test_gguf_blocks import READABLE as IN_FILES
+from test_gguf_blocks import random_rows
+from test_gguf_blocks import theirs as numbers_in_files
 from torch import Tensor
 
-from deltic.loader.gguf.blocks import BY_NAME, LAYOUTS
+from deltic.loader import four_bits
+from deltic.loader.gguf import blocks
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import native_weight
 from deltic.ops.cpu.library import LEVELS, library
@@ -31,6 +35,8 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
 Exact = NDArray[np.float64]
 WORDS = ("F32", "F16", "BF16")
+BY_NAME, LAYOUTS = {**blocks.BY_NAME, **four_bits.TYPES}, {**blocks.LAYOUTS, **four_bits.LAYOUTS}
+READABLE = (*IN_FILES, "NVFP4", "INT4_32", "INT4_128")
 ROWS = (1, 15, 17, 37)
 TOKENS = (1, 2, 3, 5, 7, 8, 9, 12, 13, 25)
 COLUMNS = {name: tuple(columns for columns in ((7, 96, 256, 1280) if name in WORDS else (32, 96, 256, 512, 1280))
@@ -43,6 +49,8 @@ by_name = pytest.mark.parametrize("name", READABLE)
 
 def file_rows(name: str, rows: int, columns: int) -> NDArray[np.uint8]:
     """Rows of random blocks whose scales are of like size, so that every group tells in every sum."""
+    if name in four_bits.TYPES:
+        return random_four_bits(name, rows, columns)
     raw, rng = random_rows(name, rows, columns // BY_NAME[name].weights), np.random.default_rng(columns)
     fields = raw.reshape(-1).view(LAYOUTS[name])
     for field in {"d", "dmin", "m", "x"} & set(LAYOUTS[name].names or ()):
@@ -51,6 +59,10 @@ def file_rows(name: str, rows: int, columns: int) -> NDArray[np.uint8]:
     if name == "MXFP4":
         fields["e"] = rng.integers(126, 129, fields.shape)
     return raw
+
+
+def theirs(name: str, raw: NDArray[np.uint8]) -> Any:
+    return numbers_of(name, raw) if name in four_bits.TYPES else numbers_in_files(name, raw)
 
 
 def packed(name: str, raw: NDArray[np.uint8], columns: int) -> QTensor:

@@ -54,6 +54,7 @@ def tokens_of(count: int, hidden: int, seed: int = 1) -> Tensor:
     return randn(generator(seed), count, hidden).float()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -8,10 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from four_bit_cases import E2M1, E4M3, numbers_of, random_four_bits
 from numpy.typing import NDArray
-from test_gguf_blocks import READABLE, random_rows
+from test_gguf_blocks import READABLE as IN_FILES
+from test_gguf_blocks import random_rows
 
-from deltic.loader.gguf.blocks import BY_NAME, IQ4_VALUES, MXFP4_VALUES, decode
+from deltic.loader import four_bits
+from deltic.loader.gguf import blocks
+from deltic.loader.gguf.blocks import IQ4_VALUES, MXFP4_VALUES, decode
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.library import MatrixStruct, library
 
@@ -21,6 +25,8 @@ Bytes = NDArray[np.uint8]
 GUARD = 4096
 """Bytes behind a packed matrix that must stay unchanged."""
 
+BY_NAME = {**blocks.BY_NAME, **four_bits.TYPES}
+READABLE = (*IN_FILES, *four_bits.TYPES)
 WORDS = ("F32", "F16", "BF16")
 by_name = pytest.mark.parametrize("name", READABLE)
 
@@ -57,6 +63,9 @@ def unpack(name: str, packed: Bytes, shape: tuple[int, int], rows: NDArray[np.in
 
 
 def numbers(name: str, raw: Bytes) -> NDArray[np.float32]:
+    if name in four_bits.TYPES:
+        with np.errstate(all="ignore"):
+            return numbers_of(name, raw)
     return decode(raw.reshape(-1), BY_NAME[name]).reshape(len(raw), -1)
 
 
@@ -68,6 +77,8 @@ def same(found: NDArray[np.float32], expected: NDArray[np.float32]) -> bool:
 
 
 def file_rows(name: str, rows: int, columns: int, seed: int = 0) -> Bytes:
+    if name in four_bits.TYPES:
+        return random_four_bits(name, rows, columns, seed)
     return random_rows(name, rows, columns // BY_NAME[name].weights, seed)
 
 
@@ -80,7 +91,7 @@ def test_unpacked_rows_equal_the_file(name: str) -> None:
             assert same(unpack(name, packed, (rows, columns), order), expected[order]), (rows, columns)
 
 
-@by_name
+@pytest.mark.parametrize("name", IN_FILES)
 def test_random_bits_are_unpacked(name: str) -> None:
     """Infinite, NaN and subnormal scales have the values that `decode` gives them."""
     raw = np.random.default_rng(3).integers(0, 256, (512, BY_NAME[name].size(256)), np.uint8)
@@ -94,6 +105,12 @@ def test_every_scale_is_unpacked(name: str) -> None:
     raw[:, 2:] = 1
     columns = BY_NAME[name].weights
     assert same(unpack(name, pack(name, raw, columns), (1 << 16, columns), np.arange(1 << 16)), numbers(name, raw))
+
+
+def test_every_e4m3_scale_is_unpacked() -> None:
+    raw = random_four_bits("NVFP4", 127, 256)
+    raw.reshape(-1).view(four_bits.LAYOUTS["NVFP4"])["scales"] = np.arange(127)[:, None]
+    assert same(unpack("NVFP4", pack("NVFP4", raw, 256), (127, 256), np.arange(127)), numbers("NVFP4", raw))
 
 
 @by_name
@@ -145,11 +162,15 @@ PLANES = {"Q8_0": (8,), "Q5_0": (4, 1), "Q5_1": (4, 1), "Q5_K": (4, 1), "Q6_K": 
 HEADERS = {"Q4_0": 32, "Q5_0": 32, "Q8_0": 32, "IQ4_NL": 32, "Q4_1": 64, "Q5_1": 64, "MXFP4": 16,
            "Q4_K": 256, "Q5_K": 256, "Q2_K": 320, "Q6_K": 288, "Q3_K": 224, "IQ4_XS": 128}
 """Bytes in front of the codes."""
+RUNS = {"NVFP4": 64, "INT4_32": 32, "INT4_64": 64, "INT4_128": 128}
+"""Columns of types that have 64 bytes of scales in front of the codes of so many columns."""
 
 
 def code(name: str, block: Any, row: int, k: int) -> int:
     planes = PLANES.get(name, (4,))
-    at = HEADERS[name] + k // 32 * 64 * sum(planes)
+    at = HEADERS.get(name, 0) + k // 32 * 64 * sum(planes)
+    if name in RUNS:
+        at += 64 * (k // RUNS[name] + 1) + 64 * (name == "NVFP4")
     i, b = k % 32 // 4, k % 4
     result = position = 0
     for bits in planes:
@@ -175,6 +196,15 @@ def weight(name: str, block: Any, row: int, k: int) -> Any:
         low, high = byte(32, g // 2), byte(32 + 16 * (groups // 2), g // 4)
         return (low >> 4 * (g % 2) & 15 | (high >> 2 * (g % 4) & 3) << 4) - 32
 
+    def word(at: int) -> Any:
+        return np.array(block[at + 4 * row:at + 4 * row + 4], np.uint8).view(np.uint32)[0]
+
+    if name == "NVFP4":
+        own = E4M3[byte(64 + k // 64 * 576, g16 % 4)]
+        return E2M1[q] * (own * (word(0).view(np.float32) / single(128)))
+    if name in RUNS:
+        scale = word(k // RUNS[name] * (64 + 8 * RUNS[name]))
+        return (single(q) - single(scale & 255)) * (scale & np.uint32(0xffffff00)).view(np.float32)
     if name in ("Q4_0", "Q5_0", "Q8_0"):
         return d * single(q - {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}[name])
     if name in ("Q4_1", "Q5_1"):
@@ -196,7 +226,7 @@ def weight(name: str, block: Any, row: int, k: int) -> Any:
     return d * single(six(8, g32)) * single(IQ4_VALUES[q])
 
 
-@pytest.mark.parametrize("name", sorted(HEADERS))
+@pytest.mark.parametrize("name", sorted({**HEADERS, **RUNS}))
 def test_quantized_block_layout(name: str) -> None:
     width, nbytes = BY_NAME[name].weights, BY_NAME[name].nbytes * 16
     raw = file_rows(name, 19, 2 * width)

@@ -14,15 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from four_bit_cases import E2M1, LAYOUTS, numbers_of
 from gguf_models import SHAPES
 from numpy.typing import NDArray
 from support import odd_shape
 
 from deltic.config import LinearConfig, ModelConfig, RopeConfig
 from deltic.errors import ModelError
+from deltic.loader import four_bits
 from deltic.loader.dummy import random_weights
+from deltic.loader.gguf import blocks
 from deltic.loader.gguf import quantize as quantize_module
-from deltic.loader.gguf.blocks import BY_NAME, decode
+from deltic.loader.gguf.blocks import decode
 from deltic.loader.gguf.convert import FILE_TYPES, target_of
 from deltic.loader.gguf.quantize import _encode, quantize, quantize_in_pieces
 from deltic.loader.quantize import SCHEMES, quantize_tensors
@@ -35,7 +38,10 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+BY_NAME = {**blocks.BY_NAME, **four_bits.TYPES}
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", *four_bits.TYPES)
+FOUR_BITS = {"nvfp4": "NVFP4", "int4": "INT4_128"}
+"""Scheme -> type instead of Q4_K."""
 GUARD = 4096
 """Bytes behind the blocks that must stay unchanged."""
 
@@ -137,6 +143,7 @@ def test_threads_share_the_library() -> None:
 # Callers of the library
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "F16", "BF16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_large_matrices_are_quantized_in_pieces(kind: str, dtype: torch.dtype) -> None:
@@ -176,6 +183,28 @@ def test_errors_are_near_ggmls(kind: str) -> None:
         assert error < 1.015 * theirs
 
 
+@pytest.mark.parametrize(("kind", "most"), [("NVFP4", 0.1), ("INT4_32", 0.09), ("INT4_64", 0.1), ("INT4_128", 0.12)])
+def test_four_bits_are_rounded_to_the_nearest(kind: str, most: float) -> None:
+    """No other code of a group is nearer to a weight."""
+    values = np.random.default_rng(12).standard_normal((64, 1024)).astype(np.float32)
+    raw = quantize(values, BY_NAME[kind])
+    found, blocks = numbers_of(kind, raw), raw.reshape(-1).view(LAYOUTS[kind])
+    for code in range(16):
+        other = blocks.copy()
+        other["qs"] = code * 17
+        others = numbers_of(kind, other.view(np.uint8).reshape(raw.shape))
+        assert (abs(found - values) <= abs(others - values) * 1.00001 + 1e-6).all(), code
+    assert np.linalg.norm(found - values) / np.linalg.norm(values) < most
+
+
+def test_ties_of_e2m1_go_to_the_even_code() -> None:
+    values = np.zeros((1, 256), np.float32)
+    values[0, :9] = 6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -2.5
+    codes = quantize(values, BY_NAME["NVFP4"]).view(LAYOUTS["NVFP4"])["qs"].reshape(-1)[:5]
+    found = E2M1[np.stack((codes & 15, codes >> 4), -1).reshape(-1)[:9]]
+    assert found.tolist() == [6, 0, 1, 1, 2, 2, 4, 4, -2]
+
+
 # Whole models
 
 
@@ -196,14 +225,16 @@ def test_model_gets_the_types_of_a_file(scheme: str, dtype: Any) -> None:
     kinds = set()
     for name, source in sources.items():
         type, tensor = target_of(name, tuple(source.shape), config, FILE_TYPES[SCHEMES[scheme]]).type, found[name]
+        type = four_bits.TYPES[FOUR_BITS[scheme]] if type.name == "Q4_K" and scheme in FOUR_BITS else type
         if not isinstance(tensor, QTensor):
             assert tensor is source and type.name == "F32" and (source.ndim != 2), name
             continue
         kinds.add(tensor.type)
         assert tensor.type == type.name and tensor.shape == tuple(source.shape)
-        expected = decode(quantize(source.float().numpy(), type).reshape(-1), type).reshape(tensor.shape)
-        assert torch.equal(tensor.dequantize(), torch.from_numpy(expected)), name
-    assert kinds == ({"Q8_0"} if scheme == "q8_0" else {"Q4_K", "Q5_0", "Q6_K", "Q8_0"})
+        raw = quantize(source.float().numpy(), type)
+        expected = numbers_of(type.name, raw) if type.name in four_bits.TYPES else decode(raw.reshape(-1), type)
+        assert torch.equal(tensor.dequantize(), torch.from_numpy(expected).view(tensor.shape)), name
+    assert kinds == ({"Q8_0"} if scheme == "q8_0" else {FOUR_BITS.get(scheme, "Q4_K"), "Q5_0", "Q6_K", "Q8_0"})
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))

@@ -248,6 +248,7 @@ def random_logits(seed: int, rows: int, vocabulary: int, spread: str, ties: bool
     return (((logits / SPREADS[spread]) * 2).round() / 2 * SPREADS[spread] if ties else logits).float()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("vocabulary", [5, 300, 1000])

@@ -68,6 +68,7 @@ def test_in_torch(backend: str, dtype: torch.dtype, gate: bool) -> None:
     check(ops, in_blocks(ops, dtype, gate), dtype)
 
 
+@pytest.mark.covering
 @by_gate
 @by_dtype
 @pytest.mark.parametrize("packs", [True, False], ids=["packed", "plain"])

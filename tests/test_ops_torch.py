@@ -29,6 +29,7 @@ from op_cases import (
     state_view,
     uniform,
 )
+from support import every
 from torch import Tensor
 
 from deltic.ops import Ops, backends, explain, reference, select
@@ -91,7 +92,7 @@ def test_attention_without_gate(case: Case) -> None:
     assert kv_errors(case, fast_view, slow_view, before) <= 1e-5
 
 
-@by_case
+@pytest.mark.parametrize("case", every(3, CASES), ids=lambda case: case.name)
 def test_two_layers_share_a_memo(case: Case) -> None:
     """What a backend keeps in the batch in one layer must serve the next one, whose states differ."""
     x, batch = hidden_states(case, torch.float32), case.fresh()
@@ -102,7 +103,7 @@ def test_two_layers_share_a_memo(case: Case) -> None:
         assert_close(FAST.gdn_mixer(x, weights, view, batch), wanted, 1e-5)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.batch.layout.appends],
+@pytest.mark.parametrize("case", every(3, [case for case in CASES if not case.batch.layout.appends]),
                          ids=lambda case: case.name)
 def test_slots_without_rings(case: Case) -> None:
     if any(row.ring for row in case.rows):

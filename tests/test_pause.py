@@ -36,6 +36,7 @@ def at_rest(engine: Engine) -> bool:
     return not engine.has_work and engine.runtime.cache.idle
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("when", [0, 1, 3, 7, 8, 9, 20])
 @pytest.mark.parametrize("kind", KINDS)
 def test_l6_answers_are_the_same_after_a_pause(kind: str, when: int) -> None:

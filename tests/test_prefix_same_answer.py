@@ -147,7 +147,7 @@ def check_reuse(case: Case, answers: Answers) -> None:
 
 
 @pytest.mark.parametrize(AXES, CASES)
-@pytest.mark.covering(2)
+@pytest.mark.covering
 def test_l6_same_logits_whatever_the_cache_knows(model: str, story: str, budget: int, batch: int, aborted: bool,
                                                  tmp_path: Path) -> None:
     check_logits(Case(model, story, budget, batch, aborted), tmp_path)

@@ -24,6 +24,7 @@ from starlette.applications import Starlette
 from deltic import LLM
 from deltic.chat.processor import ChatProcessor
 from deltic.config import Limits
+from deltic.engine.adapters import AdapterSet
 from deltic.engine.stats import RequestProgress
 from deltic.engine.worker import Worker
 from deltic.errors import RequestError
@@ -74,7 +75,7 @@ def limited(model: Any, **limits: Any) -> Any:
     if limits.get("max_prompt_tokens"):
         processor = ChatProcessor(processor.tokenizer, longest=runtime.memory.max_context, limits=Limits(**limits))
     return SimpleNamespace(engine=model.engine, worker=model.worker, chat_processor=processor, runtime=runtime,
-                           warm_up=lambda: None, close=lambda: None)
+                           adapters=AdapterSet(runtime), warm_up=lambda: None, close=lambda: None)
 
 
 class Scripted:

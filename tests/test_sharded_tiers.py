@@ -38,6 +38,7 @@ from deltic.ops.kv import as_bytes
 from deltic.params import PAGE
 
 
+@pytest.mark.covering
 @each_kind
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("kv_heads", [4, 2])

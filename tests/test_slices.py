@@ -123,6 +123,7 @@ def feed_forward(inner: int, hidden: int, dtype: torch.dtype) -> MlpWeights:
     return MlpWeights(torch.randn(2 * inner, hidden).to(dtype), torch.randn(hidden, inner).to(dtype))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize(("columns", "runs"), [(512, 1), (208, 1), (16, 1), (192, 3), (256, 2)])
@@ -141,6 +142,7 @@ def test_a_product_has_the_same_bits_with_every_number_of_shards(
         assert torch.equal(tree_sum(parts).to(dtype), whole), shards
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("inner", [512, 208])
@@ -156,6 +158,7 @@ def test_a_feed_forward_has_the_same_bits_with_every_number_of_shards(
         assert torch.equal(tree_sum(parts).to(dtype), whole), shards
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("experts", [16, 11, 3])
@@ -265,6 +268,7 @@ CASES = [case for case in op_cases.cases() if case.name in (
 by_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tiled", "groups"), [(False, 2), (True, 2), (False, 1)])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -292,6 +296,7 @@ def test_a_gated_delta_net_layer_has_the_same_bits_with_every_number_of_shards(
         assert same_bits(tree_sum(parts).to(dtype), whole), shards
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -24,6 +24,7 @@ from support import (
     TAU,
     Answers,
     drain,
+    every,
     greedy,
     lively,
     numbers,
@@ -163,6 +164,7 @@ def degrees() -> Iterator[Any]:
             yield pytest.param(kind, tp, marks=pytest.mark.slow if slow else ())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("ops", BACKENDS)
 @pytest.mark.parametrize(("kind", "tp"), list(degrees()))
 def test_answers_are_those_of_one_device(kind: str, tp: int, ops: tuple[str, ...]) -> None:
@@ -179,6 +181,7 @@ def test_reference_ops_split_a_model_too(kind: str) -> None:
 
 
 @needs_kernels
+@pytest.mark.covering
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_dtype": "int4"},
                                      {"quant": "q8_0"}, {"quant": "q4_k", "dtype": "bfloat16"}], ids=str)
 @pytest.mark.parametrize("kind", ["hybrid", "experts"])
@@ -188,7 +191,7 @@ def test_bits_do_not_depend_on_the_devices_in_any_format(kind: str, tp: int, opt
 
 
 @needs_kernels
-@pytest.mark.parametrize("file_type", ["F32", "Q8_0", "Q4_K_M"])
+@pytest.mark.parametrize("file_type", every(2, ["F32", "Q8_0", "Q4_K_M"]))
 def test_a_gguf_file_is_split(file_type: str, tmp_path: Path) -> None:
     """Its value heads are in another order: those of a device lie apart."""
     shape = wide_shape(linear=LinearConfig(4, 8, 32, 256, 4), vocab_size=3072)
@@ -202,6 +205,7 @@ def test_a_gguf_file_is_split(file_type: str, tmp_path: Path) -> None:
     same(answers, story(four))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("ops", BACKENDS)
 @pytest.mark.parametrize(("kind", "tokens_drafted"), [("hybrid", 0), ("hybrid", 256), ("experts", 0)])
 def test_a_draft_head_is_split(kind: str, tokens_drafted: int, ops: tuple[str, ...]) -> None:

@@ -27,14 +27,15 @@ from deltic.config import EngineConfig, ExpertsConfig, GenerationDefaults, Linea
 from deltic.engine.loading import RandomModel, load
 from deltic.errors import ModelError
 from deltic.loader.dummy import random_head, random_tensors, random_weights
-from deltic.loader.files import StoredTensor
+from deltic.loader.formats.fp8 import Float8
 from deltic.loader.gguf import load as gguf_load
 from deltic.loader.gguf.convert import convert
 from deltic.loader.gguf.file import GgufTensor
 from deltic.loader.model_files import ModelFiles, open_model
 from deltic.loader.names import EMBEDDING, expected_tensors
 from deltic.loader.quantize import FP8, STORED, quantize_parts
-from deltic.loader.safetensors import Float8
+from deltic.loader.safetensors import KeptForms
+from deltic.loader.tensors import StoredTensor
 from deltic.model.tensor_parallel import WeightSplitter, check_degree
 from deltic.ops import select
 from deltic.ops.cuda.quantized import Tiles, tiles_form
@@ -241,7 +242,7 @@ def test_float8(kind: str, scales: str, tmp_path: Path, monkeypatch: pytest.Monk
         units = {name: 256 for name in expected_tensors(config) if name.endswith("down_proj.weight")
                  and kind != "rows within blocks"}
         split = WeightSplitter(config, tp, units=units).over(["cpu"] * tp)
-        whole, parts = (quantize_parts(source.files.parts("bfloat16", own, float8=True), scheme, config,
+        whole, parts = (quantize_parts(source.files.parts("bfloat16", own, kept=KeptForms(float8=True)), scheme, config,
                                        [tiles_form("cpu")] * len(own.devices)) for own in (one_device("cpu"), split))
         check(whole[0], parts, split)
         assert any(isinstance(weight, Tiles) and weight.type == "FP8" for weight in parts[1].values())
@@ -480,7 +481,7 @@ def test_parts_can_be_freed_one_by_one(config: ModelConfig, tp: int, tmp_path: P
             stored[name] = tensor
     (tmp_path / "float8").mkdir()
     files = opened(tmp_path / "float8", config, stored).files
-    assert files and freed(files.parts("bfloat16", split, float8=True)) >= least
+    assert files and freed(files.parts("bfloat16", split, kept=KeptForms(float8=True))) >= least
     files = opened(tmp_path, replace(config, vocab_size=3072)).files
     assert files
     convert(files, tiny_texts(), "model", tmp_path / "m.gguf", "BF16")

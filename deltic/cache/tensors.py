@@ -76,8 +76,8 @@ class _UnitTensor:
         """Bytes of the part in one layer."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def reserve(self, units: int, device: str) -> Tensor:
-        return reserve((self.layers, units, *self.shape), self.dtype, device)
+    def reserve(self, units: int, device: str, ops: Ops) -> Tensor:
+        return ops.reserve((self.layers, units, *self.shape), self.dtype, device)
 
     def within(self, block: Tensor, units: int, start: int, step: int) -> Tensor:
         """Returns a view [layers, units, ...] of bytes: units side by side from `start` on, those of the next layer
@@ -341,9 +341,9 @@ def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, op
         if layout:
             of_pages, of_slots = _share(page, slot, layout, pages // layout.pages, slots, device)
         else:
-            of_pages = {name: part.reserve(pages, device) for name, part in page.items()}
-            of_slots = {name: part.reserve(slots, device) for name, part in slot.items()}
-        delta_logs = tuple(part.reserve(extras.delta_logs, device) for part in log_parts)
+            of_pages = {name: part.reserve(pages, device, ops) for name, part in page.items()}
+            of_slots = {name: part.reserve(slots, device, ops) for name, part in slot.items()}
+        delta_logs = tuple(part.reserve(extras.delta_logs, device, ops) for part in log_parts)
         return CachePools(of_pages["keys"], of_pages["values"], of_slots["recurrent"], of_slots["conv"], ops,
                           of_slots.get("hidden"), delta_logs or None, extras.tiled, config.vocab_size, layout)
 

@@ -19,7 +19,7 @@ from deltic.cli.options import open_llm
 from deltic.cli.output import commit, machine_facts, peak_memory_mib, table
 from deltic.cli.parser import UsageError, whole
 from deltic.errors import DelticError
-from deltic.params import EngineRequest, Event, SamplingParams
+from deltic.params import EngineRequest, Event, LoadedAdapter, SamplingParams
 
 if TYPE_CHECKING:
     from deltic.engine.engine import Engine
@@ -142,15 +142,16 @@ class _Trace:
         self.ended = self.ended or any(event.finish for event in events)
 
 
-def trial(engine: Engine, case: Case, seed: int = 0) -> Measurement:
-    """Runs the case once, with prompts drawn from the seed."""
+def trial(engine: Engine, case: Case, seed: int = 0, adapters: Sequence[LoadedAdapter] = ()) -> Measurement:
+    """Runs the case once, with prompts drawn from the seed. adapters: of the sequences, in turn."""
     draw = random.Random(seed)
     vocabulary = engine.runtime.config.vocab_size
     sampling = SamplingParams(temperature=0.0, max_tokens=case.new_tokens, ignore_eos=True)
     requests = []
     for index in range(case.batch):
         prompt = tuple(draw.randrange(vocabulary) for _ in range(case.prompt_tokens))
-        requests.append(EngineRequest(f"bench-{index}", prompt, sampling))
+        adapter = adapters[index % len(adapters)] if adapters else None
+        requests.append(EngineRequest(f"bench-{index}", prompt, sampling, adapter=adapter))
     trace, started = _Trace(), time.perf_counter()
     for request in requests:
         engine.add(request)

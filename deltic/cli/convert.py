@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from deltic.export.tvm.compiler import Compiled
     from deltic.loader.gguf.convert import Written
     from deltic.loader.gguf.tokenizer import TokenizerTexts
+    from deltic.loader.lora_merge import LoraMerge
     from deltic.loader.model_files import ModelFiles
 
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0")
@@ -46,6 +48,9 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mmproj", choices=_MMPROJ, type=str.upper,
                         help="type of the vision tower, if SRC has one; it is written to mmproj-DST. NONE: leave it "
                              "out (default: --type if possible, else Q8_0)")
+    parser.add_argument("--lora", metavar="PATH", type=path_name,
+                        help="directory of an adapter (LoRA, rsLoRA or DoRA in the format of peft) to merge into the "
+                             "weights")
     parser.add_argument("--name", metavar="NAME", type=text, help="the model's name in the file (default: SRC's)")
     options.add_force(parser)
     options.add_revision(parser)
@@ -63,6 +68,7 @@ def run_convert(args: argparse.Namespace) -> int:
     with bytes_bar("converting") as bar:
         place = resolve(args.source, args.revision)
         if encoder := open_stored(place):
+            options.refuse({"--lora": args.lora}, "{} is for language models: leave it out with an encoder")
             written = _convert_encoder(args, encoder, place, path, bar)
         else:
             written, tower = _convert_model(args, open_model(args.source, args.revision), path, bar)
@@ -95,6 +101,7 @@ def _convert_model(args: argparse.Namespace, files: ModelFiles, path: Path, bar:
     tokenizer = files.tokenizer() or _read_tokenizer(files.path)
     name = args.name or (model_name(files.gguf) if files.gguf else Path(args.source).resolve().name)
     existed = _mmproj(path).exists()
+    files = replace(files, lora=_lora(args.lora, files))
     tower = _write_tower(args, files, name, path)
     try:
         written = convert(files, tokenizer, name, path, args.type, bar.update, args.mtp,
@@ -104,6 +111,16 @@ def _convert_model(args: argparse.Namespace, files: ModelFiles, path: Path, bar:
             _mmproj(path).unlink(missing_ok=True)
         raise
     return written, tower
+
+
+def _lora(path: str | None, files: ModelFiles) -> LoraMerge | None:
+    """Reads an adapter that is merged into a model."""
+    if path is None:
+        return None
+    from deltic.loader.lora import open_lora
+    from deltic.loader.lora_merge import LoraMerge
+
+    return LoraMerge(open_lora(path, files.config))
 
 
 def _write_tower(args: argparse.Namespace, files: ModelFiles, name: str, path: Path) -> dict[str, Any]:
@@ -170,7 +187,8 @@ def run_mtp(args: argparse.Namespace) -> int:
     target = Path(args.target)
     path = check_target(str(target / _HEAD_FILE if target.is_dir() else target), ".safetensors")
     check_absent([path], args.force)
-    from deltic.loader.mtp_head import extract_head, open_checkpoint
+    from deltic.loader.checkpoint import open_checkpoint
+    from deltic.loader.mtp_head import extract_head
 
     source = Path(args.source).resolve().name if Path(args.source).exists() else args.source
     if args.revision:

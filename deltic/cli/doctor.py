@@ -204,6 +204,18 @@ def _reinstall() -> str:
     return "pip install --force-reinstall --no-deps PATH (the directory or wheel it came from)"
 
 
+def check_mlx(args: argparse.Namespace) -> Finding | None:
+    """Checks that models use the GPU of a Mac."""
+    from deltic.ops.capabilities import is_apple_silicon, mlx_facts
+
+    if not is_apple_silicon():
+        return None
+    facts = mlx_facts()
+    if isinstance(facts, str):
+        return Finding.of("mlx", f"models run on the CPU: {facts}", ("warning", "pip install 'deltic[mlx]'"))
+    return Finding.of("mlx", f"MLX {facts[0]} on {facts[1]}: the default device is mlx")
+
+
 def check_operations(args: argparse.Namespace) -> Finding:
     """Lists the backend of each operation on the default device."""
     from deltic.ops import capabilities, explain, select
@@ -308,24 +320,24 @@ def check_model(args: argparse.Namespace) -> Finding | None:
 
 def _local(name: str) -> str | Path | None:
     """The model on this machine, None if it would have to be downloaded."""
-    from deltic.loader.catalog import REPOSITORY, repository_of, select
+    from deltic.loader.catalog import parse_repository, select
 
-    found = REPOSITORY.fullmatch(repository_of(name))
+    found = parse_repository(name)
     if os.path.exists(os.path.expanduser(name)) or not found:
         return name
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        place = Path(snapshot_download(found[1], local_files_only=True))
+        place = Path(snapshot_download(found.repository, revision=found.revision, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
     except ValueError as error:
         raise ModelError(f"{name} is not a valid name for the hub: {error}") from error
-    if not found[2]:
+    if not found.file:
         return place
     names = [path.relative_to(place).as_posix() for path in place.rglob("*")]
-    return place / select(found[1], names, found[2]).file  # type: ignore[operator]
+    return place / select(found.repository, names, found.file).file  # type: ignore[operator]
 
 
 def _not_downloaded(name: str) -> Finding:
@@ -406,5 +418,5 @@ def check_answer(args: argparse.Namespace) -> Finding:
                                 f"{timing.end - timing.started:.2f} s; {drafts})", *faults)
 
 
-CHECKS: tuple[Check, ...] = (check_python, check_torch, check_kernels, check_operations, check_threads, check_load,
-                             check_memory, check_hub, check_model, check_answer)
+CHECKS: tuple[Check, ...] = (check_python, check_torch, check_kernels, check_mlx, check_operations, check_threads,
+                             check_load, check_memory, check_hub, check_model, check_answer)

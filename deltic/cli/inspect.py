@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby
 from math import prod
@@ -14,7 +15,7 @@ from deltic.cli.options import check_source, open_llm
 from deltic.cli.output import print_facts
 from deltic.cli.parser import as_typed, existing_file
 from deltic.config import DTYPE_BYTES, DType, EngineConfig, ModelConfig, available_memory, shard_config
-from deltic.errors import ConfigError, ModelError
+from deltic.errors import ConfigError, DelticError, ModelError
 from deltic.params import PAGE, Auto, Draft, Mtp, Ngram
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ Facts = dict[str, Any]
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Show a model's shape, memory plan and tokenizer, and the backend of each operation."
+    parser.description = ("Show a model's shape, its weights by kind and bits, the memory plan, the backend of each "
+                          "operation, and warnings. Of a model of the Hugging Face hub, such as org/name or "
+                          "org/name@revision:file.gguf, only configs and the headers of its files are read.")
     options.add_model(parser)
     parser.add_argument("--chat-template", type=existing_file, metavar="FILE",
                         help="a jinja chat template to use instead of the model's own")
@@ -42,7 +45,24 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
 
 def run_inspect(args: argparse.Namespace) -> int:
     check_source(args)
-    print_facts(_preset_facts(args) if args.random else _model_facts(args), args.json)
+    if args.random:
+        print_facts(_preset_facts(args), args.json)
+        return 0
+    from deltic.cli.inspect_files import group_facts, print_survey, survey_facts
+    from deltic.loader.survey import survey
+
+    found = survey(args.model, args.revision)
+    if found is None:
+        print_facts(_model_facts(args), args.json)
+        return 0
+    try:
+        if found.refusal:
+            raise ModelError(found.refusal)
+        loaded = _model_facts(args) | group_facts(found, args) if found.whole else None
+    except DelticError:
+        print_survey(survey_facts(found, args), args.json)
+        raise
+    print_survey(loaded or survey_facts(found, args), args.json)
     return 0
 
 
@@ -68,8 +88,8 @@ def _model_facts(args: argparse.Namespace) -> Facts:
         facts["devices"] = _device_facts(decoder, facts)
     kinds = decoder.weight_kinds()
     facts["ops"] = explain(decoder.ops, decoder.weights, runtime.views)
-    facts["weights"] |= {"mib": _mib(sum(kinds.values())), "mib_read_per_token": _mib(decoder.token_bytes()),
-                         "kept_as": _by_size(kinds)}
+    facts["weights"] |= {"mib": rounded_mib(sum(kinds.values())), "kept_as": _by_size(kinds),
+                         "mib_read_per_token": rounded_mib(decoder.token_bytes())}
     if runtime.path is not None:
         facts["weights"]["mtp_head"] = _mtp_head(runtime.path)
     return {**names, **facts, "speculation": _speculation(llm), **texts}
@@ -111,10 +131,10 @@ def _without_memory(config: ModelConfig, engine: EngineConfig) -> Decoder:
 def _device_facts(decoder: Decoder, facts: Facts) -> Facts:
     """Returns the bytes of weights, by part, and of the cache on each device."""
     embedding, memory = decoder.weights.embedding.nbytes, facts["memory"]
-    found: Facts = {"embedding_of_all_mib": _mib(embedding)}
+    found: Facts = {"embedding_of_all_mib": rounded_mib(embedding)}
     for number, parts in enumerate(decoder.part_bytes()):
         cache = {"cache_mib": round(memory["pages_and_slots_mib"] / len(decoder.shards), 1)} if memory else {}
-        found[f"device {number}"] = {f"{part}_mib": _mib(size) for part, size in parts.items()} | cache
+        found[f"device {number}"] = {f"{part}_mib": rounded_mib(size) for part, size in parts.items()} | cache
     return found
 
 
@@ -122,8 +142,8 @@ def _facts(config: ModelConfig, engine: EngineConfig, ops: Ops, plan: tuple[Memo
     from deltic.ops import explain
     from deltic.ops.capabilities import gpu_kernels
 
-    return {"config": _config_facts(config), "weights": _weight_facts(config, engine),
-            "memory": _memory_facts(config, engine, *plan) if plan else None, "gpu_kernels": gpu_kernels(engine.device),
+    return {"config": config_facts(config), "weights": _weight_facts(config, engine),
+            "memory": memory_facts(config, engine, *plan) if plan else None, "gpu_kernels": gpu_kernels(engine.device),
             "ops": explain(ops)}
 
 
@@ -136,7 +156,7 @@ def _speculation(llm: LLM) -> str | None:
         return None
     name = "the model's draft head" if isinstance(proposer, MtpProposer) else "n-grams"
     if isinstance(proposer, DraftModelProposer) and draft:
-        name = f"the draft model {draft.name}, which has {_mib(draft.options.memory_bytes or 0)} MiB of cache"
+        name = f"the draft model {draft.name}, which has {rounded_mib(draft.options.memory_bytes or 0)} MiB of cache"
     return f"{name}, up to {proposer.limit} tokens at a time"
 
 
@@ -159,7 +179,7 @@ def layer_pattern(config: ModelConfig) -> str:
     return f"{len(kinds) // period} x ({' + '.join(runs)})"
 
 
-def _config_facts(config: ModelConfig) -> Facts:
+def config_facts(config: ModelConfig) -> Facts:
     facts: Facts = {
         "architecture": config.architecture, "layers": config.num_hidden_layers, "pattern": layer_pattern(config),
         "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
@@ -188,8 +208,8 @@ def _weight_facts(config: ModelConfig, engine: EngineConfig) -> Facts:
     embedding = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     active = {"active_parameters": config.active_parameter_count} if config.experts else {}
     return {"parameters": config.parameter_count, **active, "of_them_embedding_and_head": embedding, "dtype": dtype,
-            "mib": _mib(weight_bytes(config, dtype, quant)),
-            "mib_read_per_token": _mib(_token_bytes(config, dtype, quant))}
+            "mib": rounded_mib(weight_bytes(config, dtype, quant)),
+            "mib_read_per_token": rounded_mib(_token_bytes(config, dtype, quant))}
 
 
 def _tensor_bytes(config: ModelConfig, dtype: DType, quant: str) -> dict[str, int]:
@@ -223,8 +243,13 @@ def _token_bytes(config: ModelConfig, dtype: DType, quant: str) -> int:
     return total - sizes[EMBEDDING] * unread_rows // config.vocab_size
 
 
-def plan_cache(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, PoolOptions] | None:
-    """Plans the cache beside the weights; None if they leave no room."""
+def plan_cache(config: ModelConfig, engine: EngineConfig, sizes: Mapping[str, int] | None = None, others: int = 0
+               ) -> tuple[MemoryPlan, PoolOptions] | None:
+    """Plans the cache beside the weights; None if they leave no room.
+
+    sizes: bytes of the weights in memory, by name; default: those of plain weights that are quantized as options say.
+    others: bytes of a draft head and a vision tower on the CPU.
+    """
     import torch
 
     from deltic.model.tensor_parallel import WeightSplitter
@@ -235,7 +260,7 @@ def plan_cache(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, P
     dtype = activation_dtype(config, engine)
     has_drafts = isinstance(engine.speculation, Ngram | Draft)
     if engine.on_gpu and engine.memory is None:
-        head, sizes = head_bytes(config, engine), weight_sizes(config, dtype, engine.quant)
+        head, sizes = head_bytes(config, engine), sizes or weight_sizes(config, dtype, engine.quant)
 
         def plan(given: EngineConfig, card: CardMemory) -> tuple[MemoryPlan, PoolOptions]:
             return plan_memory(config, given, getattr(torch, dtype), head > 0, has_drafts or head > 0,
@@ -247,7 +272,8 @@ def plan_cache(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, P
                 config, engine, dtype, sizes, head, lambda given, card: plan(given, card)[0])
             memory, pools = plan(beside.settle(engine), beside.of(card))
             return beside.describe(memory), pools
-    room = max(available_memory() - weight_bytes(config, dtype, engine.quant), 0)
+    weights = sum(sizes.values()) if sizes else weight_bytes(config, dtype, engine.quant)
+    room = max(available_memory() - weights - others, 0)
     try:
         sized = replace(engine, memory=engine.memory or str(room // 2), gpu_memory_utilization=None)
         return plan_memory(config, sized, getattr(torch, dtype), False, has_drafts)
@@ -257,7 +283,7 @@ def plan_cache(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, P
         return None
 
 
-def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, pools: PoolOptions) -> Facts:
+def memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, pools: PoolOptions) -> Facts:
     import torch
 
     from deltic.cache.operations import PoolSizes
@@ -274,7 +300,8 @@ def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, p
     for unit, (count, size) in units.items():
         facts |= {f"{unit}s": count, f"{unit}_bytes": size}
     shared = PoolSizes(plan.pages, plan.slots, 0, units["page"][1] // PAGE, units["slot"][1], layout=plan.layout)
-    facts |= {"pages_share_memory_with_slots": plan.layout is not None, "pages_and_slots_mib": _mib(shared.bytes)}
+    facts |= {"pages_share_memory_with_slots": plan.layout is not None,
+              "pages_and_slots_mib": rounded_mib(shared.bytes)}
     return {**facts, "max_batch": plan.max_batch, "max_context": plan.max_context,
             "notes": list(map(as_typed, plan.notes)), "warnings": list(map(as_typed, plan.warnings))}
 
@@ -295,8 +322,8 @@ def activation_dtype(config: ModelConfig, engine: EngineConfig) -> DType:
 
 def _by_size(kinds: dict[str, int]) -> str:
     largest_first = sorted(kinds.items(), key=lambda item: -item[1])
-    return ", ".join(f"{kind} {_mib(size)}" for kind, size in largest_first)
+    return ", ".join(f"{kind} {rounded_mib(size)}" for kind, size in largest_first)
 
 
-def _mib(size: int) -> float:
+def rounded_mib(size: int) -> float:
     return round(size / (1 << 20), 1)

@@ -257,7 +257,8 @@ def open_llm(args: argparse.Namespace, **defaults: Any) -> LLM:
     source = RandomModel(args.random, args.layers) if args.random else args.model
     processor = {name: getattr(args, name) for name in _CHAT_OPTIONS if hasattr(args, name)}
     with bytes_bar("loading") as bar:
-        return LLM(source, revision=args.revision, progress=bar.update, **processor, **given)
+        return LLM(source, revision=args.revision, progress=bar.update, lora=dict(getattr(args, "lora", ())),
+                   **processor, **given)
 
 
 def check_source(args: argparse.Namespace) -> None:

@@ -68,6 +68,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state-dir", type=path_name, metavar="DIR",
                         help="a directory in which clients may save what the model has read of a prompt, and from "
                              "which they load it (default: they may not)")
+    parser.add_argument("--lora", action="append", type=_named_lora, default=[], metavar="NAME=PATH",
+                        help="directory of an adapter (LoRA in the format of peft), which requests use with the model "
+                             "NAME or MODEL:NAME; may be repeated")
+    parser.add_argument("--lora-dir", type=path_name, metavar="DIR",
+                        help="a directory below which clients may name adapters (LoRA) to load in a running server "
+                             "(default: they may load and unload none)")
     parser.add_argument("--task", choices=("auto", "chat", "embed", "rerank"), default="auto",
                         help="what MODEL is for; auto: an encoder for its vectors or scores, others for chat (default)")
     parser.add_argument("--embedding-model", action="append", type=text, default=[], metavar="MODEL",
@@ -77,8 +83,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     options.add_template(parser)
     options.add_engine(parser)
     options.add_limits(parser)
-    advanced(parser, "--unix-socket-mode", "--log-text", "--drain-seconds", "--state-dir", "--ray-address",
-             "--prefill-replicas", "--strip-billing-header")
+    advanced(parser, "--unix-socket-mode", "--log-text", "--drain-seconds", "--state-dir", "--lora-dir",
+             "--ray-address", "--prefill-replicas", "--strip-billing-header")
 
 
 def _add_replicas(parser: argparse.ArgumentParser) -> None:
@@ -137,6 +143,9 @@ def run_serve(args: argparse.Namespace) -> int:
     if limits.max_running_per_key and not keys:
         raise UsageError("--max-running-per-key needs API keys: without them all clients are one")
     if args.replicas is not None:
+        options.refuse({"--lora": args.lora, "--lora-dir": args.lora_dir},
+                       "{} is not possible with --replicas: serve one engine, or merge the adapter (deltic convert "
+                       "--lora)")
         from deltic.cli.cluster import serve_replicas
 
         return serve_replicas(args, keys, tls)
@@ -153,7 +162,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
             with encoders_of(args, for_chat=True) as encoders:
                 serve(_chat_models(args), host, served_name=args.served_name, encoders=encoders,
-                      state_dir=args.state_dir, **settings)
+                      state_dir=args.state_dir, lora_dir=args.lora_dir, **settings)
             return 0
         _refuse_chat_options(args)
         from deltic.server.app import serve_encoders
@@ -226,7 +235,8 @@ def is_for_chat(args: argparse.Namespace) -> bool:
 
 
 def _refuse_chat_options(args: argparse.Namespace) -> None:
-    options.refuse({"--pin-prompt": args.pin_prompt, "--state-dir": args.state_dir, "--log-text": args.log_text,
+    options.refuse({"--pin-prompt": args.pin_prompt, "--state-dir": args.state_dir, "--lora": args.lora,
+                    "--lora-dir": args.lora_dir, "--log-text": args.log_text,
                     "--chat-template": args.chat_template, "--history": args.history != "preserve",
                     "--strip-billing-header": args.strip_billing_header, "--thinking-budget": args.thinking_budget,
                     "--tool-call-parser": args.tool_call_parser != "auto", "--parse-special": args.parse_special},
@@ -300,6 +310,8 @@ def loads_on_demand(args: argparse.Namespace) -> bool:
 
 def _model_set(args: argparse.Namespace) -> ModelSet:
     """The models that the arguments name, not loaded yet."""
+    options.refuse({"--lora": args.lora, "--lora-dir": args.lora_dir},
+                   "{} is for one model: leave out --model, --idle-unload and --models-memory")
     from deltic.engine.arguments import settled
     from deltic.loader.hub import resolve
     from deltic.loader.model_files import only_gguf
@@ -375,6 +387,14 @@ def _named_model(given: str) -> tuple[str, str]:
         raise UsageError(f"must be NAME=MODEL, not {given[:80]!r}; the only model of a server is named "
                                          "without --model")
     return name, model
+
+
+def _named_lora(given: str) -> tuple[str, str]:
+    """NAME=PATH."""
+    name, equals, path = text(given).partition("=")
+    if not (name and equals and path):
+        raise UsageError(f"must be NAME=PATH, not {given[:80]!r}")
+    return name, path
 
 
 def _size(given: str) -> int | str:

@@ -18,7 +18,7 @@ from deltic.params import MAX_DRAFTS, Auto, Draft, Head, Mtp, Ngram, Speculation
 
 AUTO: Final = "auto"
 """Device to be detected (`engine.arguments.settled`). Until then token_budget and rules about devices are open."""
-_ON_GPU: Final = {AUTO: None, "cpu": False, "cuda": True}
+_ON_GPU: Final = {AUTO: None, "cpu": False, "mlx": False, "cuda": True}
 CPU_LEVELS: Final = ("auto", "portable", "avx2", "avx512", "vnni", "bf16", "amx", "dotprod", "i8mm")
 _CPU_BUDGET: Final = 512
 _OFFLOAD_BUDGET: Final = 768
@@ -69,8 +69,9 @@ class EngineConfig:
     """Options of the engine. An impossible value raises ConfigError with the option's name."""
 
     device: str = _device(
-        "auto", "where to run: cpu, cuda, cuda:N, or neighbouring GPUs such as cuda:0,1, which sets --tp. auto: an "
-        "NVIDIA GPU of compute capability 8.0 or later if there is one")
+        "auto", "where to run: cpu, mlx (Apple's GPUs, with the extra `mlx`), cuda, cuda:N, or neighbouring GPUs such "
+        "as cuda:0,1, which sets --tp. auto: an NVIDIA GPU of compute capability 8.0 or later, or mlx on a Mac where "
+        "it is installed, else cpu")
     dtype: str = _device(
         "auto", "dtype of weights and activations; auto: the checkpoint's",
         choices=("auto", "float32", "bfloat16", "float16"))
@@ -137,11 +138,12 @@ class EngineConfig:
         "draft slower")
 
     quant: str = _weights(
-        "none", "quantize an unquantized model while loading: to 8 bits, to about 4.8 as in Q4_K_M files, or on a GPU "
-        "to float8", choices=("none", "q8_0", "q4_k", "fp8"))
+        "none", "quantize an unquantized model while loading: to 8 bits, to about 4.8 as in Q4_K_M files (or with "
+        "NVFP4 or integers of 4 bits instead of Q4_K), or on a GPU to float8",
+        choices=("none", "q8_0", "q4_k", "nvfp4", "int4", "fp8"))
     packed_weights: str = _weights(
-        "auto", "keep quantized weights of a file quantized in memory; auto: types such as Q4_K, large GGUF files, and "
-        "float8 on a GPU",
+        "auto", "keep quantized weights of a file quantized in memory; auto: types such as Q4_K, large GGUF files, "
+        "NVFP4, MXFP4 and integers of 4 bits, and float8 on a GPU",
         choices=("auto", "on", "off"))
     aot_dir: str | None = _weights(
         None, "directory that keeps the packed weights of --quant, so that the next start on such a machine is fast "
@@ -229,8 +231,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be from {low} to {high}, not {show(value)}", name)
         if self.max_repeat == 1:
             raise ConfigError("max_repeat must be 0 (off) or at least 2", "max_repeat")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
-            raise ConfigError("device must be auto, cpu, cuda, cuda:N or a list such as cuda:0,1, not "
+        if not re.fullmatch(r"auto|cpu|mlx|cuda(:\d{1,3})?", self.device):
+            raise ConfigError("device must be auto, cpu, mlx, cuda, cuda:N or a list such as cuda:0,1, not "
                               f"{self.device!r}", "device")
 
     def _split_device(self) -> None:
@@ -304,9 +306,11 @@ class EngineConfig:
                "quant=fp8 is for NVIDIA GPUs: use q8_0, which has the same size and is more precise, or give device "
                "cuda")
 
-        yield (isinstance(self.speculation, Head) and (bool(self.on_gpu) or self.shards > 1), "speculate",
-               f"speculate={self.speculate} is for one device, a CPU: use mtp, ngram or off")
         several = self.shards > 1
+        elsewhere = bool(self.on_gpu) or self.device == "mlx" or several
+        yield (isinstance(self.speculation, Head) and elsewhere, "speculate",
+               f"speculate={self.speculate} is for one device, a CPU: use mtp, ngram or off")
+        yield from self._mlx_rules()
         yield (several and bool(self.on_gpu) and (self.debug_layers or bool(self.ops)), "tp",
                f"tp={self.tp} is not possible on GPUs with debug_layers or ops, which compute layers by torch: leave "
                "one of them out")
@@ -314,6 +318,14 @@ class EngineConfig:
                f"max_batch={self.max_batch} is not possible with tp={self.tp} on GPUs: use at most {_MAX_SPLIT_ROWS}")
         yield (several and self.offloads_experts, "tp",
                f"tp={self.tp} is not possible with expert_memory or expert_cap: leave one of them out")
+
+    def _mlx_rules(self) -> Rules:
+        """Yields options that the backend on MLX does not serve."""
+        for name in ("kv_dtype", "batch_invariant", "aot_dir", "expert_memory", "expert_cap"):
+            yield (self.device == "mlx" and self._is_set(name), name,
+                   f"{name} is not possible with device mlx: leave it out, or use device cpu")
+        yield (self.device == "mlx" and self.shards > 1, "tp",
+               f"tp={self.tp} is not possible with device mlx, which is one device: leave it out")
 
     def _dependency_rules(self) -> Rules:
         """Yields options that need another one."""
@@ -374,9 +386,11 @@ class EngineConfig:
 
     @property
     def devices(self) -> list[str]:
-        """The device of each shard: the same CPU for all, or GPUs with neighbouring numbers, `device` first."""
-        if self.shards == 1 or not self.on_gpu:
-            return [self.device] * self.shards
+        """The torch device of each shard: the same CPU for all, or GPUs with neighbouring numbers, `device` first."""
+        if not self.on_gpu:
+            return ["cpu"] * self.shards
+        if self.shards == 1:
+            return [self.device]
         kind, _, number = self.device.partition(":")
         return [f"{kind}:{int(number or 0) + shard}" for shard in range(self.shards)]
 

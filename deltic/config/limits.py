@@ -51,6 +51,10 @@ class Limits:
         1024, "MiB of decoded pictures of all requests; one client may hold at most as much as stays free. Beyond that "
         "status 503 with Retry-After")
 
+    # Adapters
+    max_adapters: int = _limit(64, "adapters (LoRA) that are loaded at the same time", 0)
+    max_adapters_mib: int = _limit(4096, "MiB of all loaded adapters")
+
     # A request
     max_choices: int = _limit(128, "answers of a request: its prompts times its n")
     max_messages: int = _limit(4096, "messages of a conversation")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from deltic.config.families import FAMILIES, MIXTURES, Family, LayerType, architecture
+from deltic.config.quantization import read_quantization
 from deltic.config.reading import FORMATS, find, flag, integer, number, token_ids
 from deltic.config.rope import RopeConfig, read_rope, scale_rope
 from deltic.errors import ConfigError, ModelError, show
@@ -131,7 +132,7 @@ class ModelConfig:
         text, name = _text_section(mapping)
         family = FAMILIES[name]
         _refuse_unsupported(text, family)
-        _check_quantization(mapping, mapping.get("quantization_config") or text.get("quantization_config"))
+        read_quantization(mapping)
         if family.sparse:
             text = _with_defaults(text)
         layer_types = _layer_types(text, family)
@@ -343,40 +344,6 @@ def _refuse_unsupported(text: Mapping[str, Any], family: Family) -> None:
     for key, value in {**common, **dict(family.fixed)}.items():
         if text.get(key, value) != value:
             raise ModelError(f"{key} {show(text[key])} is not supported, only {value!r}")
-
-
-_FLOAT8: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
-    "fp8": {"fmt": ("e4m3", None), "weight_block_size": ([128, 128], None)},
-    "compressed-tensors": {"format": ("float-quantized",)}, "modelopt": {"quant_algo": ("FP8",)}}
-"""Methods of quantization_config that store float8 weights: the values that their keys may have."""
-_UNQUANTIZED: Final = ("take the unquantized checkpoint (`quant='q4_k'` quantizes it while it is loaded), or a GGUF "
-                       "file of the model")
-
-
-def _check_quantization(mapping: Mapping[str, Any], quantization: object) -> None:
-    """Raises ModelError unless weights are unquantized, or float8 in the form of `loader.files.with_scales`."""
-    if not quantization:
-        mlx = mapping.get("quantization")
-        if isinstance(mlx, Mapping) and "group_size" in mlx:
-            raise ModelError(f"quantization: quantized MLX models are not supported; {_UNQUANTIZED}")
-        return
-    given = quantization if isinstance(quantization, Mapping) else {}
-    method = given.get("quant_method")
-    known = _FLOAT8.get(method) if isinstance(method, str) else None
-    if known is None:
-        raise ModelError(f"quantization_config: quant_method {show(method)} is not supported, only float8 weights "
-                         f"({', '.join(_FLOAT8)}); {_UNQUANTIZED}")
-    for key, values in known.items():
-        if given.get(key) not in values:
-            raise ModelError(f"quantization_config: {key} {show(given.get(key))} is not supported, only "
-                             f"{' or '.join(show(value) for value in values if value)}; {_UNQUANTIZED}")
-    groups = given.get("config_groups")
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        kind = (weights.get("num_bits"), weights.get("type")) if isinstance(weights, Mapping) else None
-        if kind != (8, "float"):
-            raise ModelError(f"quantization_config: config_groups has weights {show(weights)}, only type 'float' with "
-                             f"num_bits 8 is supported; {_UNQUANTIZED}")
 
 
 def _with_defaults(text: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,10 +17,12 @@ from torch import Tensor
 from deltic.config import available_cores
 from deltic.config.reading import integer, number
 from deltic.errors import ModelError, show
-from deltic.loader.files import PICKLED, StoredTensor, find_tensors, read_pickled
-from deltic.loader.gguf.blocks import BY_NAME
+from deltic.loader.files import PICKLED, find_tensors, read_pickled
+from deltic.loader.four_bits import TYPES as FOUR_BITS
+from deltic.loader.gguf.blocks import BY_NAME, BlockType
 from deltic.loader.quantize import quantized
 from deltic.loader.safetensors import Progress, read_stored
+from deltic.loader.tensors import Source
 from deltic.ops.encoder import Affine, EncoderBackend, EncoderLayer, EncoderWeights, LayerNorm, Ragged
 from deltic.ops.memory import Arena
 from deltic.ops.quantized import PackedForm, QTensor, host_form, pack_tensor
@@ -116,7 +118,9 @@ _PREFIX: Final = re.compile(r"(bert|roberta|xlm_roberta|model)\.(?=embeddings|en
 _IGNORED: Final = re.compile(r"embeddings\.(position|token_type)_ids|cls\..*|lm_head\..*|pooler\..*|"
                              r"encoder\.layer\.\d+\.attention\.self\.mask")
 _OLD_NAMES: Final = ((".LayerNorm.gamma", ".LayerNorm.weight"), (".LayerNorm.beta", ".LayerNorm.bias"))
-_QUANT_TYPES: Final[Mapping[str, tuple[str, ...]]] = {"none": (), "q8_0": ("Q8_0",), "q4_k": ("Q4_K", "Q8_0")}
+_QUANT_TYPES: Final[Mapping[str, tuple[BlockType, ...]]] = {
+    "none": (), "q8_0": (BY_NAME["Q8_0"],), "q4_k": (BY_NAME["Q4_K"], BY_NAME["Q8_0"]),
+    "nvfp4": (FOUR_BITS["NVFP4"], BY_NAME["Q8_0"]), "int4": (FOUR_BITS["INT4_128"], BY_NAME["Q8_0"])}
 """Block types of the matrices, by quant, in order of preference: the first one that divides a row is used."""
 _QKV: Final = ("attention.self.query", "attention.self.key", "attention.self.value")
 _OUT, _UP, _DOWN = "attention.output.dense", "intermediate.dense", "output.dense"
@@ -205,7 +209,7 @@ def _stored_tensors(directory: Path) -> Iterator[tuple[str, WeightSource]]:
             yield name, WeightSource(tuple(tensor.shape), tensor.to)
 
 
-def _from_file(name: str, stored: StoredTensor) -> WeightSource:
+def _from_file(name: str, stored: Source) -> WeightSource:
     def read(dtype: torch.dtype) -> Tensor:
         if stored.dtype not in ("F32", "F16", "BF16"):
             raise ModelError(f"tensor {name!r} is stored as {stored.dtype[:20]}; F32, BF16 and F16 can be read")
@@ -285,7 +289,7 @@ class _WeightReader:
             blocks = q8_0_blocks(self._layer_matrices.pop(name), importance).reshape(-1)
             return self._host.pack(block_type.name, block_type.id, rows, columns, block_type.size(columns),
                                    lambda start, count: blocks[start:start + count])
-        types = (BY_NAME[name] for name in _QUANT_TYPES[self._quant])
+        types = _QUANT_TYPES[self._quant]
         fitting = next((each for each in types if columns % each.weights == 0), None)
         if packs and fitting is not None:
             return quantized(name, self._read(name, torch.float32), fitting, pool, self._host)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from operator import index
+from pathlib import Path
 from typing import Any
 
 from deltic.config import AUTO, EngineConfig
@@ -105,6 +106,15 @@ def as_salt(cache_salt: Any) -> str:
     if cache_salt == "":
         raise RequestError("cache_salt is empty: give at least one character, or leave it out", "cache_salt")
     return "" if cache_salt is None else valid_text(cache_salt, "cache_salt")
+
+
+def as_adapters(lora: Any) -> dict[str, str | Path]:
+    """The directories of adapters by their names."""
+    if lora is not None and not (isinstance(lora, Mapping) and all(
+            isinstance(name, str) and isinstance(path, str | Path) for name, path in lora.items())):
+        raise ConfigError(f'lora must map names of adapters to their directories, {{"name": "path"}}, not {show(lora)}',
+                          "lora")
+    return dict(lora or {})
 
 
 def as_processors(processors: Any) -> tuple[LogitsProcessor, ...]:

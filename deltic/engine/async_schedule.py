@@ -73,7 +73,7 @@ def _behind_tokens(scheduler: Scheduler, flight: InFlight, speculator: Speculati
     for each in going:
         append = deferring and defers(cache, each.cache)
         rows.append(next_row(each.cache, (UNKNOWN,), 1, append=append, drawn=each.draw,
-                             rotary=each.sequence.images.offset))
+                             rotary=each.sequence.images.offset, adapter=each.sequence.adapter))
     prompts = scheduler.schedule_prompts(len(rows), leaving)
     if prompts is None:
         return None
@@ -121,6 +121,7 @@ def _drafts_row(scheduler: Scheduler, each: ScheduledSequence, count: int) -> Pl
         drafts=count,
         accepts=row.drafts,
         rotary=row.rotary,
+        adapter=row.adapter,
     )
 
 
@@ -139,11 +140,11 @@ def _drafts_on(each: ScheduledSequence) -> bool:
 
 
 def _needs_no_host(each: ScheduledSequence) -> bool:
-    """True if sampling needs no host-side input (no grammar, penalty, processor or fork) and nothing but the token
-    follows from it."""
+    """True if sampling needs no host-side input (no grammar, penalty, processor or fork), nothing but the token follows
+    from it, and the kernels for whole steps compute it (no adapter)."""
     sequence = each.sequence
     return not (sequence.needs_fork or each.scores or sequence.guide or sequence.constraint or changes_logits(sequence)
-                or sequence.request.logits_processors)
+                or sequence.request.logits_processors or sequence.adapter)
 
 
 def _leaves_state_for(waiting: Iterable[Sequence], each: ScheduledSequence) -> bool:

@@ -100,7 +100,7 @@ class Engine:
             raise RequestError("this model was loaded with batch_invariant, which is for answers: load it without for "
                                "vectors", "output")
         keys = keys_of(request, self.runtime.config.vocab_size, self.max_context, self.pictures is not None)
-        return salted(keys, request.cache_salt, self._public)
+        return salted(keys, request.key_salt, () if request.adapter else self._public)
 
     def pin(self, prompt: tuple[int, ...]) -> bool:
         """Pins the prefix of a prompt that was prefilled. Requests with any `cache_salt` share it. Returns False if the

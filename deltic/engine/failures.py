@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable
 
 from deltic.engine.scheduler import Scheduler
@@ -50,6 +51,8 @@ class Failures:
         else:
             log.error("a step failed; its requests end with an error", exc_info=error)
             lost, message = {each.sequence.request.id for each in live}, f"internal error: {error}"
+        # the frames of the step refer to its tensors, and log handlers may keep the traceback
+        traceback.clear_frames(error.__traceback__)
         for request in lost:
             fail(request, message)
         for each in live:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from deltic.model.decoder import Decoder, build
 from deltic.model.mtp_head import build_head
 from deltic.model.partial_head import PART, PartialHead, can_pay, serves
 from deltic.ops import Ops, select
-from deltic.ops.capabilities import check_devices
+from deltic.ops.capabilities import check_devices, device_capabilities
 from deltic.ops.memory import memory_for
 from deltic.ops.types import Weight
 from deltic.params import Auto, Draft, Head, Ngram
@@ -138,6 +138,25 @@ def load_any(model: str | Path | RandomModel | None, options: EngineConfig, revi
     return load(model, options, revision, progress, rings, given=given)
 
 
+class Vocabulary(Protocol):
+    """A tokenizer. ends: tokens that end an answer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    ends: tuple[int, ...]
+
+
+def with_ends(runtime: ModelRunner | ProgramModel, tokenizer: Vocabulary | None) -> ModelRunner | ProgramModel:
+    """Adds a tokenizer's end-of-text tokens to those that end answers: some configs name only one of them."""
+    if tokenizer is None:
+        return runtime
+    if tokenizer.vocab_size > runtime.config.vocab_size:
+        log.warning("the tokenizer has %d tokens, the model only %d: are they of one checkpoint?",
+                    tokenizer.vocab_size, runtime.config.vocab_size)
+    return replace(runtime, generation=runtime.generation.with_eos(tokenizer.ends), tokenizer=None)
+
+
 def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
          progress: LoadProgress | None = None, rings: bool = False, vectors: bool = False,
          given: ModelOverrides = ModelOverrides()) -> ModelRunner:
@@ -233,7 +252,9 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
 def _partial_head(reader: WeightReader, decoder: Decoder, texts: TokenizerTexts | None) -> PartialHead | None:
     """Returns the part of the matrix of logits that drafts; None if the options want none, or if it could not pay."""
     options, speculation = reader.options, reader.options.speculation
-    if not isinstance(speculation, Auto | Head) or options.on_gpu or decoder.others or not serves(decoder):
+    if not isinstance(speculation, Auto | Head) or decoder.others or not serves(decoder):
+        return None
+    if not device_capabilities(options.device).partial_heads:
         return None
     if isinstance(speculation, Auto) and not can_pay(decoder):
         return None

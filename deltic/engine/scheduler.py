@@ -164,6 +164,7 @@ class Scheduler:
             rotary=sequence.rotary(done, count) if sequence.images.positions else sequence.images.offset,
             hidden=ends and sequence.embeds,
             images=image_spans(sequence.images.pictures, done, end),
+            adapter=sequence.adapter,
         )
 
     def defers_state_writes(self, rows: int) -> bool:

@@ -208,7 +208,7 @@ class Sequence:
     client: str = field(init=False)
 
     def __post_init__(self) -> None:
-        prompt, salt = self.request.prompt, self.request.cache_salt
+        prompt, salt = self.request.prompt, self.request.key_salt
         own = bool(salt) or (isinstance(prompt, Prompt) and prompt.keys is not None)
         self.keys = self.prompt_keys if own else self.tokens
         self.embeds = isinstance(self.request.output, Embed)
@@ -222,6 +222,11 @@ class Sequence:
     def __repr__(self) -> str:
         """Shows no content, because error messages may reach other clients."""
         return f"Sequence({self.request.id!r}, {self.choice})"
+
+    @property
+    def adapter(self) -> str:
+        """The identity of its adapter; "": none."""
+        return self.request.adapter.identity if self.request.adapter else ""
 
     @property
     def key_array(self) -> array[int]:

@@ -132,6 +132,8 @@ class StateFiles:
              answer: KnownAnswer | None = None, most: int | None = None) -> SavedState:
         """Saves the longest kept prefix of a request's prompt. answer: the last one in it. most: bytes that the
         directory may have in all. Raises StateError if nothing of it is kept."""
+        if request.adapter:
+            raise StateError("states of adapters cannot be saved: name the base model")
         if any(key != id for key, id in zip(getattr(request.prompt, "keys", ()), request.ids, strict=False)):
             raise StateError("a prompt with pictures cannot be saved: save what comes before them")
         model = self.model  # before the engine is asked, as this may take long

@@ -45,6 +45,7 @@ class PlannedRow:
     hidden: the hidden state of the last token is wanted.
     scored: logits, the first ones, of prompt tokens whose log probabilities are wanted.
     images: the image tokens.
+    adapter: the identity of the row's adapter; "": none.
     """
 
     tokens: tuple[int, ...]
@@ -64,6 +65,7 @@ class PlannedRow:
     hidden: bool = False
     scored: int = 0
     images: tuple[ImageSpan, ...] = ()
+    adapter: str = ""
 
     @property
     def draft_tokens(self) -> tuple[int, ...]:

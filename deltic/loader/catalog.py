@@ -13,8 +13,16 @@ from typing import Final, NamedTuple
 
 from deltic.errors import ModelError, show
 
-REPOSITORY: Final = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-][\w./-]*))?")
-"""A repository of the hub, optionally with one of its GGUF files or their type."""
+_REPOSITORY: Final = re.compile(
+    r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\w[\w./-]*))?(?::([\w.-][\w./-]*))?")
+
+
+class RepositoryName(NamedTuple):
+    """A repository of the hub. revision: branch, tag or commit. file: one of its GGUF files, or their type."""
+
+    repository: str
+    revision: str | None
+    file: str | None
 
 
 class _Family(NamedTuple):
@@ -78,6 +86,19 @@ def repository_of(name: str) -> str:
     return name
 
 
+def parse_repository(name: str, revision: str | None = None) -> RepositoryName | None:
+    """Returns the parts of `org/name[@revision][:file]`, or of a short name; None for any other name.
+
+    revision: one that was given apart from the name. Raises ModelError if both are given and differ.
+    """
+    found = _REPOSITORY.fullmatch(repository_of(name))
+    if found is None:
+        return None
+    if revision and found[2] and revision != found[2]:
+        raise ModelError(f"{show(name)} names the revision {found[2]}, and the option {show(revision)}: give one")
+    return RepositoryName(found[1], revision or found[2], found[3])
+
+
 def _find(key: str) -> str | None:
     """Looks up a short name, also in the spelling of presets (`qwen3.5-0.8b`)."""
     size = re.search(r"-(\d[\w.-]*)$", key)
@@ -93,7 +114,7 @@ def names_a_model(word: str) -> bool:
         return True
     if any(pattern.fullmatch(word) for pattern in (_PATH, _VERSIONED, _TAGGED)):
         return True
-    return bool(REPOSITORY.fullmatch(word)) and all(re.search("[A-Za-z]", half) for half in word.split("/")[:2])
+    return bool(_REPOSITORY.fullmatch(word)) and all(re.search("[A-Za-z]", half) for half in word.split("/")[:2])
 
 
 def similar(name: str) -> list[str]:
@@ -167,7 +188,7 @@ def select(repository: str, names: Iterable[str], wanted: str | None) -> Selecti
     if found is None:
         which = "several GGUF files" if wanted is None else f"not one GGUF file of this type or name: {show(wanted)}"
         raise ModelError(f"{repository} has {which}; name one, as {repository}:NAME, of {_list(models)}")
-    tower = _tower(found, names)
+    tower = tower_of(found, names)
     files = [*_parts(found, names), *([tower] if tower else [])]
     return Selection((*map(escape, files), *_MTP_HEADS), found)
 
@@ -222,7 +243,7 @@ def _parts(model: str, names: Iterable[str]) -> list[str]:
             and _stem(name) == _stem(model)]
 
 
-def _tower(model: str, names: Iterable[str]) -> str | None:
+def tower_of(model: str, names: Iterable[str]) -> str | None:
     """Returns the vision tower in the nearest folder above the model."""
     named = [name for name in names if name.lower().endswith(".gguf") and "mmproj" in PurePosixPath(name).name.lower()]
     for folder in PurePosixPath(model).parents:

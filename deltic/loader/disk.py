@@ -83,9 +83,9 @@ def _refuse_adapter(directory: Path) -> None:
     base = None
     with suppress(OSError, ValueError, RecursionError, AttributeError):
         base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    raise ModelError(f"{directory} is an adapter (LoRA) and no model: merge it into its base model"
-                     f"{f' {show(base)}' if base else ''} (peft: merge_and_unload, then save_pretrained), and name the "
-                     "directory of the merged model")
+    raise ModelError(f"{directory} is an adapter (LoRA) and no model: serve it beside its base model"
+                     f"{f' {show(base)}' if base else ''} (deltic serve MODEL --lora name={directory}), or merge it "
+                     "(deltic convert MODEL merged.gguf --lora ...)")
 
 
 def _refuse_tower(directory: Path) -> None:

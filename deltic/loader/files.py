@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
@@ -16,38 +15,29 @@ from zipfile import ZIP_STORED, ZipFile, ZipInfo
 import torch
 from torch import Tensor
 
+from deltic.config.quantization import PLAIN, Quantization, read_quantization
 from deltic.errors import ConfigError, ModelError, show
 from deltic.loader.disk import DOWNLOAD_AGAIN, is_pointer, open_plain, parse_json, pointer_error, read_json
+from deltic.loader.formats import combine
 from deltic.loader.names import is_head, stack_of
+from deltic.loader.tensors import DTYPES, IN_MEMORY, ITEM_BYTES, PackedTensor, Source, Stack, StoredTensor
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 PICKLED_INDEX: Final = "pytorch_model.bin.index.json"
 PICKLED: Final = "pytorch_model.bin"
-FLOAT8: Final = "F8_E4M3"
-GROUP: Final = 128
-"""Columns and rows that share a scale of a float8 tensor."""
-SCALES: Final = ("_scale_inv", "_scale")
-"""Suffixes of the tensor with a float8 tensor's scales."""
-IN_MEMORY: Final = Path("<weights in memory>")
-"""Path of tensors that are in no file."""
-ITEM_BYTES: Final[Mapping[str, int]] = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
-}
+CONFIG: Final = "config.json"
+MODELOPT: Final = "hf_quant_config.json"
+"""What older versions of ModelOpt write instead of `quantization_config`."""
+MAX_CONFIG: Final = 4 << 20
 # Headers of these models have some kilobytes. Far larger ones only serve to exhaust memory.
 _MAX_HEADER: Final = 16 << 20
 _MAX_DIMENSIONS: Final = 8
 _SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
-DTYPES: Final = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
-"""torch dtype -> safetensors dtype."""
 # Records other than tensor data have some kilobytes. Far larger ones only serve to exhaust memory.
 _MAX_RECORD: Final = 16 << 20
 _OR_SAFETENSORS: Final = "download it again, or take the safetensors file"
-_COPIES: Final = ("consolidated", "adapter_", "optimizer", "original")
+COPIES: Final = ("consolidated", "adapter_", "optimizer", "original")
 _ONE_REVISION: Final = "keep the files of one revision"
 
 
@@ -55,86 +45,18 @@ _ONE_REVISION: Final = "keep the files of one revision"
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor on disk: `nbytes` bytes at `offset` of `path`, row-major, of safetensors dtype `dtype`.
+class InMemory:
+    """Tensors by their names in a checkpoint, instead of a directory.
 
-    scales: for FLOAT8, the factors of blocks of GROUP rows and columns.
-    data: the tensor itself if it is in memory.
+    name: theirs in messages.
     """
 
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-    scales: StoredTensor | None = None
-    data: Tensor | None = field(default=None, compare=False)
-
-    def open(self) -> BinaryIO | _TensorReader:
-        """Opens its file, or a stand-in."""
-        return self.path.open("rb", buffering=0) if self.data is None else _TensorReader(self.data)
-
-    @property
-    def parts(self) -> tuple[StoredTensor, ...]:
-        """The tensor itself, as the only part."""
-        return (self,)
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """A tensor whose entries along the first axis are stored separately, all of one dtype and shape."""
-
-    parts: tuple[StoredTensor, ...]
-
-    @property
-    def path(self) -> Path:
-        return self.parts[0].path
-
-    @property
-    def dtype(self) -> str:
-        return self.parts[0].dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.parts), *self.parts[0].shape)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-
-Source = StoredTensor | Stack
-
-
-class _TensorReader(io.RawIOBase):
-    """Reads a tensor's bytes like a file."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = offset
-        return offset
-
-    def readinto(self, buffer: Any) -> int:
-        piece = self._bytes[self._position:self._position + len(buffer)]
-        buffer[:len(piece)] = piece
-        self._position += len(piece)
-        return len(piece)
-
-
-@dataclass(frozen=True, slots=True)
-class InMemory:
-    """Tensors in memory, by their names in a checkpoint, instead of a directory."""
-
     tensors: Mapping[str, StoredTensor]
+    quantization: Quantization = PLAIN
+    name: str = "`weights`"
 
     def __str__(self) -> str:
-        return "`weights`"
+        return self.name
 
 
 def in_memory(weights: Any) -> InMemory:
@@ -143,7 +65,7 @@ def in_memory(weights: Any) -> InMemory:
     if not isinstance(weights, Mapping) or not weights:
         raise ConfigError(f"weights must map tensor names to tensors, as state_dict() does, not {show(weights)}",
                           "weights")
-    return InMemory(with_scales({name: _stored(name, tensor) for name, tensor in weights.items()}))
+    return InMemory({name: _stored(name, tensor) for name, tensor in weights.items()})
 
 
 def _stored(name: Any, tensor: Any) -> StoredTensor:
@@ -157,46 +79,17 @@ def _stored(name: Any, tensor: Any) -> StoredTensor:
     return StoredTensor(IN_MEMORY, dtype, tuple(tensor.shape), 0, nbytes, data=tensor)
 
 
-def scales_of(source: Source) -> Source | None:
-    """Returns the scales of a float8 tensor or stack."""
-    scales = [part.scales for part in source.parts if part.scales]
-    if not scales:
-        return None
-    return scales[0] if isinstance(source, StoredTensor) else Stack(tuple(scales))
-
-
-def rows_of(source: Source, first: int, end: int) -> Source | None:
-    """Locates these rows of a tensor (these matrices of a stack). None if a float8 block extends over their first."""
-    if isinstance(source, Stack):
-        return Stack(source.parts[first:end])
-    rows, scales = source.shape[0], source.scales
-    if scales and len(source.shape) == 2 and scales.shape[0] not in (1, rows):
-        if first % GROUP:
-            return None
-        scales = _rows(scales, first // GROUP, -(-end // GROUP))
-    elif scales and scales.shape[0] == rows:
-        scales = _rows(scales, first, end)
-    return replace(_rows(source, first, end), scales=scales)
-
-
-def _rows(stored: StoredTensor, first: int, end: int) -> StoredTensor:
-    size = stored.nbytes // stored.shape[0]
-    data = None if stored.data is None else stored.data.reshape(stored.shape)[first:end]
-    return replace(stored, shape=(end - first, *stored.shape[1:]), nbytes=(end - first) * size, data=data,
-                   offset=stored.offset + first * size if data is None else 0)
-
-
-def stacked(tensors: Mapping[str, StoredTensor], count_of: Callable[[str], int]) -> dict[str, Source]:
+def stacked(tensors: Mapping[str, Source], count_of: Callable[[str], int]) -> dict[str, Source]:
     """Combines tensors of single experts to stacks, each at the place of its first expert.
 
     count_of: number of experts that a stack must have. Raises ModelError naming the tensor that is missing, doubled, or
     of another dtype or shape than the first.
     """
     found: dict[str, Source | None] = {}
-    experts: dict[str, dict[int, StoredTensor]] = {}
+    experts: dict[str, dict[int, StoredTensor | PackedTensor]] = {}
     for name, stored in tensors.items():
         place = stack_of(name)
-        if place is None:
+        if place is None or isinstance(stored, Stack):
             found[name] = stored
         else:
             stack, index = place
@@ -208,7 +101,7 @@ def stacked(tensors: Mapping[str, StoredTensor], count_of: Callable[[str], int])
     return {name: source or _stack(name, experts[name], count_of(name)) for name, source in found.items()}
 
 
-def _stack(name: str, parts: Mapping[int, StoredTensor], count: int) -> Stack:
+def _stack(name: str, parts: Mapping[int, StoredTensor | PackedTensor], count: int) -> Stack:
     first = next(iter(parts.values()))
     missing = [expert for expert in range(count) if expert not in parts]
     if missing or len(parts) > count:
@@ -224,36 +117,18 @@ def _stack(name: str, parts: Mapping[int, StoredTensor], count: int) -> Stack:
     return Stack(tuple(parts[expert] for expert in range(count)))
 
 
-def with_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Attaches the scales to float8 tensors, and removes them from the names. Raises ModelError naming a tensor with
-    missing or unsupported scales. Scales of activations are left out, because activations are not quantized."""
-    found = dict(tensors)
-    for name, stored in tensors.items():
-        if stored.dtype != FLOAT8:
-            continue
-        found.pop(f"{name.removesuffix('weight')}input_scale", None)
-        given = [scales for suffix in SCALES if (scales := found.pop(f"{name}{suffix}", None))]
-        if not given:
-            raise ModelError(f"tensor {name[:200]!r} is stored as {FLOAT8} without scales ({name[:200]}"
-                             f"{' or '.join(SCALES)}); take a float8 checkpoint with scales, or the unquantized one")
-        scales = given[0]
-        grid = _scale_grid(stored.shape, scales.shape) if len(stored.shape) > 1 else None
-        if grid is None or scales.dtype not in ("F32", "BF16", "F16"):
-            raise ModelError(f"tensor {name[:200]!r} is stored as {FLOAT8} with scales of shape {list(scales.shape)} "
-                             f"and dtype {scales.dtype[:20]}; only a scale for each block of {GROUP} by {GROUP}, each "
-                             "row or each matrix can be read, so use the unquantized checkpoint")
-        found[name] = replace(stored, scales=replace(scales, shape=grid))
-    return found
+# Formats
 
 
-def _scale_grid(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns the shape [..., r, c] of a tensor's scales: of blocks, of rows ([..., rows, 1]), or of the whole matrix
-    ([..., 1, 1]). None if they are of something else."""
-    *stack, rows, columns = shape
-    if scales in ((*stack, -(-rows // GROUP), -(-columns // GROUP)), (*stack, rows, 1)):
-        return scales
-    whole = (tuple(stack), (*stack, 1, 1)) if stack else ((), (1,), (1, 1))
-    return (*stack, 1, 1) if scales in whole else None
+def quantization_of(directory: Path) -> Quantization:
+    """Reads how a directory's weights are quantized. Raises ModelError naming the file and the key that is not
+    supported."""
+    config, modelopt = (read_json(path, MAX_CONFIG) if (path := directory / name).is_file() else {}
+                        for name in (CONFIG, MODELOPT))
+    try:
+        return read_quantization(config, modelopt)
+    except ModelError as error:
+        raise ModelError(f"{directory}: {error}") from error
 
 
 # Reading headers
@@ -271,8 +146,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def parse_header(path: Path, size: int, read: Callable[[int], bytes]) -> dict[str, StoredTensor]:
-    """Like `read_header`, for a file of `size` bytes; `read(count)` returns its next bytes."""
+def parse_header(path: Path, size: int, read: Callable[[int], bytes], whole: bool = True) -> dict[str, StoredTensor]:
+    """Like `read_header`, for a file of `size` bytes; `read(count)` returns its next bytes. whole: False allows a file
+    that ends before its tensors."""
     start = read(8)
     length = int.from_bytes(start, "little")
     if is_pointer(start):
@@ -283,7 +159,7 @@ def parse_header(path: Path, size: int, read: Callable[[int], bytes]) -> dict[st
     header.pop("__metadata__", None)
     entries = {name: _entry(path, name, entry, 8 + length) for name, entry in header.items()}
     tensors = dict(sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
-    _check_tiling(path, tensors, 8 + length, size)
+    _check_tiling(path, tensors, 8 + length, size, whole)
     return tensors
 
 
@@ -305,30 +181,37 @@ def _is_size(number: object) -> bool:
     return type(number) is int and 0 <= number < 1 << 63
 
 
-def _check_tiling(path: Path, tensors: Mapping[str, StoredTensor], start: int, size: int) -> None:
+def _check_tiling(path: Path, tensors: Mapping[str, StoredTensor], start: int, size: int, whole: bool) -> None:
     for name, stored in tensors.items():
         if stored.offset != start:
             raise ModelError(f"{path}: tensor {name[:200]!r} overlaps another or leaves a gap; {DOWNLOAD_AGAIN}")
         start += stored.nbytes
-    if start != size:
+    if start < size or (whole and start > size):
         raise ModelError(f"{path} has {size} bytes, but its header describes {start}; {DOWNLOAD_AGAIN}")
 
 
 # Finding files
 
 
-def find_tensors(directory: Path | InMemory) -> dict[str, StoredTensor]:
-    """Returns all tensors of a model directory, or those in memory, by their stored names.
+def find_tensors(directory: Path | InMemory) -> dict[str, Source]:
+    """Returns all tensors of a model directory, or those in memory, by their stored names; the tensors of a quantized
+    weight together, by the weight's name.
 
     Reads `model.safetensors`, else the shards of its index, else the only other safetensors file that is no draft head,
     else `pytorch_model.bin`, else the shards of its index.
-    Raises ModelError for an absent, foreign or corrupt file, and for a tensor stored twice.
+    Raises ModelError for an absent, foreign or corrupt file, for a tensor stored twice, and for a quantization that
+    cannot be read.
     """
     if isinstance(directory, InMemory):
-        return {**directory.tensors}
+        return combine(directory.tensors, directory.quantization)
+    return combine(_find_stored(directory), quantization_of(directory))
+
+
+def _find_stored(directory: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of all files."""
     index = _find_index(directory)
     if index is None:
-        return with_scales(_union(_files_without_index(directory)))
+        return _union(_files_without_index(directory))
     weight_map = check_weight_map(read_json(index), index)
     for shard in dict.fromkeys(weight_map.values()):
         if not (directory / shard).is_file():
@@ -338,7 +221,7 @@ def find_tensors(directory: Path | InMemory) -> dict[str, StoredTensor]:
         if name not in tensors or tensors[name].path.name != shard:
             raise ModelError(f"{index} places tensor {name[:200]!r} in {shard}, which lacks "
                              "it; download index and shards of one revision")
-    return with_scales(tensors)
+    return tensors
 
 
 def _find_index(directory: Path) -> Path | None:
@@ -372,7 +255,7 @@ def _files_without_index(directory: Path) -> list[Path]:
     if len(found) == 1:
         return found
     if found:
-        return _all_shards(directory, found)
+        return all_shards(directory, found)
     if (directory / PICKLED).exists():
         return [directory / PICKLED]
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
@@ -384,10 +267,10 @@ def _files_without_index(directory: Path) -> list[Path]:
 def _model_files(directory: Path) -> list[Path]:
     """Returns the safetensors files without those of a draft head, and without copies of the weights in other forms."""
     names = [path for path in sorted(directory.glob("*.safetensors")) if not all(map(is_head, read_header(path)))]
-    return [path for path in names if not path.name.startswith(_COPIES)] or names
+    return [path for path in names if not path.name.startswith(COPIES)] or names
 
 
-def _all_shards(directory: Path, found: list[Path]) -> list[Path]:
+def all_shards(directory: Path, found: list[Path]) -> list[Path]:
     """Checks that several safetensors files are, by their names, all shards of one model."""
     shards = [shard for path in found if (shard := _SHARD.fullmatch(path.name))]
     if len({(shard[1], shard[3]) for shard in shards}) != 1:

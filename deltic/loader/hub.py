@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deltic.errors import ConfigError, ModelError, show
-from deltic.loader.catalog import REPOSITORY, Selection, repository_of, select, similar
+from deltic.loader.catalog import Selection, parse_repository, select, similar
 from deltic.loader.disk import is_gguf, refuse_pointer, size_of
 
 EMBEDDED: Final = "tiny"
@@ -34,7 +34,7 @@ def resolve(
     model: str | Path | None, revision: str | None = None, token: str | None = None, progress: bool = True
 ) -> Path:
     """Returns the directory or GGUF file of a model: a path, the embedded model (`tiny` or None), or the download of
-    a repository: `org/name`, or `org/name:Q4_K_M` for one of its GGUF files.
+    a repository: `org/name`, `org/name@v1` for a branch, tag or commit, `org/name:Q4_K_M` for one of its GGUF files.
 
     Downloads resume, use HF_TOKEN unless `token` is given, need enough free space, and are verified. Raises ModelError
     with a remedy: absent, gated, unauthorised, offline, no space, damaged.
@@ -44,17 +44,17 @@ def resolve(
     if not isinstance(revision, str | None):
         raise ConfigError(f"revision must be text, not {show(revision)}", "revision")
     name = EMBEDDED if model is None else str(model)
-    path = _embedded() if name == EMBEDDED else _local_path(name)
+    path = local_path(name)
     if path is not None:
         if revision is not None:
             raise ModelError(f"{name} is a local model: leave out the revision ({revision}), which is for models of "
                              "the Hugging Face hub")
         return path
-    found = None if isinstance(model, Path) else REPOSITORY.fullmatch(repository_of(name))
+    found = None if isinstance(model, Path) else parse_repository(name, revision)
     if found is None:
         kind = "file" if Path(name).suffix.lower() in (*_SINGLE_FILES, ".safetensors") else "directory"
         raise ModelError(f"there is no {kind} {show(name)}{_suggestion(name)}; a model is {ACCEPTED}")
-    return _download(found[1], found[2], revision, token, progress)
+    return _download(found.repository, found.file, found.revision, token, progress)
 
 
 def _suggestion(name: str) -> str:
@@ -69,8 +69,10 @@ def _embedded() -> Path:
     return path
 
 
-def _local_path(name: str) -> Path | None:
+def local_path(name: str) -> Path | None:
     """Returns the model's directory or file, if it exists."""
+    if name == EMBEDDED:
+        return _embedded()
     if not name:
         raise ModelError(f"the model's name is empty; a model is {ACCEPTED}")
     with suppress(OSError, RuntimeError):  # a name too long for a path, a home that does not exist
@@ -101,9 +103,9 @@ def _download(repository: str, wanted: str | None, revision: str | None, token: 
     except ModelError:
         raise
     except Exception as error:  # errors of the client, its transport and the system
-        if not _is_offline(error):
+        if not is_offline(error):
             raise ModelError(_explain(repository, revision, error)) from error
-        return _cached(repository, wanted, revision, error)
+        return cached(repository, wanted, revision, error)
     with explained_errors(repository, revision):
         _verify(repository, path, token, bool(missing))
     return path / chosen.file if chosen.file else path
@@ -173,7 +175,7 @@ def _quiet_bar() -> Any:
     return Quiet
 
 
-def _cached(repository: str, wanted: str | None, revision: str | None, cause: Exception) -> Path:
+def cached(repository: str, wanted: str | None, revision: str | None, cause: Exception) -> Path:
     """Returns an earlier download, without network."""
     from huggingface_hub import snapshot_download
 
@@ -206,7 +208,7 @@ def explained_errors(repository: str, revision: str | None) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:
-        if not _is_offline(error):
+        if not is_offline(error):
             raise ModelError(_explain(repository, revision, error)) from error
         raise ModelError(f"{repository} cannot be read: the Hugging Face hub cannot be reached ({_first_line(error)}); "
                          "check the network, unset HF_HUB_OFFLINE, or name a directory") from error
@@ -216,7 +218,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def _is_offline(error: Exception) -> bool:
+def is_offline(error: Exception) -> bool:
     """True if the hub did not respond, as opposed to a refusal."""
     from huggingface_hub import errors
 
@@ -230,7 +232,7 @@ def _is_offline(error: Exception) -> bool:
 def _explain(repository: str, revision: str | None, error: Exception) -> str:
     from huggingface_hub import constants, errors
 
-    page = f"https://huggingface.co/{repository}"
+    page = f"{constants.ENDPOINT}/{repository}"
     if isinstance(error, errors.GatedRepoError):
         return f"{repository} is gated: accept its terms at {page}, then set HF_TOKEN to your token"
     if isinstance(error, errors.RevisionNotFoundError):
@@ -240,6 +242,8 @@ def _explain(repository: str, revision: str | None, error: Exception) -> str:
                 f"can see{_suggestion(repository)}; check the spelling, or set HF_TOKEN if it is private")
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
         return f"the Hugging Face hub refuses access to {repository}: set HF_TOKEN to one with read access"
+    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 404:
+        return f"there is no {str(error.response.request.url)[:300]}: check the spelling, and HF_ENDPOINT"
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return f"cannot write to {constants.HF_HUB_CACHE}: {error.strerror}; make room or set HF_HOME"
     return f"{repository} cannot be downloaded: {type(error).__name__}: {str(error)[:300]}"

@@ -12,11 +12,15 @@ from typing import Any, Final, Literal, NamedTuple
 from torch import Tensor
 
 from deltic.config import DType, GenerationDefaults, ModelConfig
+from deltic.config.quantization import read_quantization
 from deltic.config.vision import ImageConfig, Vision, VisionConfig
 from deltic.errors import ConfigError, ModelError, show
 from deltic.loader.catalog import is_model
+from deltic.loader.checkpoint import directory_checkpoint
 from deltic.loader.disk import has_weights, read_json, refuse
-from deltic.loader.files import FLOAT8, IN_MEMORY, ITEM_BYTES, InMemory, Source, StoredTensor, find_tensors, in_memory
+from deltic.loader.files import MAX_CONFIG, InMemory, find_tensors, in_memory
+from deltic.loader.formats.fp8 import FLOAT8
+from deltic.loader.gguf.blocks import BlockType
 from deltic.loader.gguf.config import config_from_gguf, generation_from_gguf
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.gguf.load import (
@@ -30,9 +34,12 @@ from deltic.loader.gguf.load import (
 )
 from deltic.loader.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
 from deltic.loader.hub import resolve
-from deltic.loader.mtp_head import directory_checkpoint, find_head, head_in_memory, load_stored_head
+from deltic.loader.lora_merge import LoraMerge
+from deltic.loader.mtp_head import find_head, head_in_memory, load_stored_head
 from deltic.loader.names import is_stack, packed_parts
-from deltic.loader.safetensors import Float8, Progress, plan_directory, read_parts
+from deltic.loader.safetensors import DEQUANTIZED, KeptForms, Progress, StoredWeight, plan_directory, read_parts
+from deltic.loader.stored_blocks import block_type
+from deltic.loader.tensors import IN_MEMORY, ITEM_BYTES, Source, StoredTensor
 from deltic.loader.vision import (
     bundled_tower,
     find_mmproj,
@@ -47,8 +54,6 @@ from deltic.ops.quantized import PackedForm, host_form
 from deltic.ops.stored import StoredExpert, StoredMatrix
 from deltic.ops.types import Block, Weight
 
-_MAX_CONFIG: Final = 4 << 20
-
 logger = logging.getLogger(__name__)
 
 
@@ -59,6 +64,7 @@ class ModelFiles:
     gguf: the open file, if the model is one.
     mmproj: the GGUF file of its vision tower.
     weights: tensors in memory that replace the files.
+    lora: an adapter to merge into the weights when they are converted.
     """
 
     path: Path
@@ -68,6 +74,7 @@ class ModelFiles:
     vision: Vision | None = None
     mmproj: GgufFile | None = None
     weights: InMemory | None = None
+    lora: LoraMerge | None = None
 
     @property
     def place(self) -> Path | None:
@@ -85,7 +92,16 @@ class ModelFiles:
 
     def float8_names(self) -> set[str]:
         """Returns the canonical names of tensors that safetensors store in float8."""
-        return {name for name, source in plan_directory(self._stored, self.config).items() if source.dtype == FLOAT8}
+        plan = plan_directory(self._stored, self.config)
+        names = [name for name, source in plan.items() if source.dtype == FLOAT8]
+        return {part for name in names for part in packed_parts(name) or (name,)}
+
+    def block_types(self, form: PackedForm) -> dict[str, BlockType]:
+        """Returns the types of the blocks of weights in safetensors that stay as they are stored, by canonical name."""
+        if self.gguf is not None:
+            return {}
+        found = ((name, block_type(source, form)) for name, source in plan_directory(self._stored, self.config).items())
+        return {part: type for name, type in found if type for part in packed_parts(name) or (name,)}
 
     def load(self, dtype: DType | Literal["auto"], device: str, progress: Progress | None) -> dict[str, Tensor]:
         """Returns the weights by canonical name."""
@@ -93,12 +109,13 @@ class ModelFiles:
         return {name: tensor for _, name, tensor in found if isinstance(tensor, Tensor)}
 
     def parts(self, dtype: DType | Literal["auto"], split: Split, progress: Progress | None = None,
-              experts: bool = True, float8: bool = False) -> Iterator[tuple[int, str, Tensor | Float8]]:
+              experts: bool = True, kept: KeptForms = DEQUANTIZED
+              ) -> Iterator[tuple[int, str, StoredWeight | Weight]]:
         """Yields each device's part of the weights in file order: device, name, and tensor on the device. experts:
-        include theirs. float8: weights stored in float8 stay float8."""
+        include theirs. kept: weights of safetensors that stay quantized."""
         if self.gguf is not None:
             return read_file_parts(self.gguf, self.config, dtype, split, progress)
-        return read_parts(self._stored, self.config, dtype, split, progress, experts, float8)
+        return read_parts(self._stored, self.config, dtype, split, progress, experts, kept)
 
     def load_packed(self, forms: Sequence[PackedForm], split: Split, progress: Progress | None = None,
                     experts: bool = True) -> list[dict[str, Weight]]:
@@ -169,10 +186,9 @@ class ModelFiles:
         if self.gguf is not None:
             found.extend(self.gguf.paths)
         else:
-            for stored in find_tensors(self.path).values():
-                found.extend(part.path for part in (stored, stored.scales) if part)
+            found.extend(stored.path for source in find_tensors(self.path).values() for stored in source.stored)
         if head and not self.gguf_head():
-            found.extend(part.path for stored in self.stored_head().values() for part in stored.parts)
+            found.extend(stored.path for source in self.stored_head().values() for stored in source.stored)
         if self.mmproj:
             found.extend(self.mmproj.paths)
         return tuple(dict.fromkeys(found))
@@ -267,10 +283,12 @@ def _open_directory(path: Path, weights: InMemory | None, config: Any) -> ModelF
     if not weights and not has_weights(path):
         refuse(path)
     shape, mapping = _read_shape(path, config)
-    if not isinstance(config, ModelConfig) and not shape.tie_word_embeddings and _is_tied(tensors, mapping):
+    if weights:
+        weights = tensors = replace(weights, quantization=read_quantization(mapping))
+    if not isinstance(config, ModelConfig) and not shape.tie_word_embeddings and is_tied(tensors, mapping):
         shape = replace(shape, tie_word_embeddings=True)
     generation = path / "generation_config.json"
-    advice = read_json(generation, _MAX_CONFIG) if generation.exists() else {}
+    advice = read_json(generation, MAX_CONFIG) if generation.exists() else {}
     with _errors_name(generation):
         defaults = GenerationDefaults.from_hf(advice, shape.eos_token_ids)
     return ModelFiles(path, shape, defaults, vision=_vision(path, tensors, mapping, shape), weights=weights)
@@ -285,19 +303,19 @@ def _read_shape(directory: Path, config: Any) -> tuple[ModelConfig, Mapping[str,
     if isinstance(config, Mapping):
         return ModelConfig.from_hf(config), config
     if isinstance(config, ModelConfig):
-        return config, read_json(own, _MAX_CONFIG) if own.exists() else {}
+        return config, read_json(own, MAX_CONFIG) if own.exists() else {}
     if config is None and directory == IN_MEMORY:
         raise ConfigError("weights need a config: give `config`, the path of a config.json, its content, or a "
                           "ModelConfig", "config")
     path = own if config is None else Path(config)
     if config is None and not path.exists():
         refuse(directory)
-    mapping = read_json(path, _MAX_CONFIG)
+    mapping = read_json(path, MAX_CONFIG)
     with _errors_name(path):
         return ModelConfig.from_hf(mapping), mapping
 
 
-def _is_tied(tensors: Path | InMemory, mapping: Mapping[str, Any]) -> bool:
+def is_tied(tensors: Path | InMemory, mapping: Mapping[str, Any]) -> bool:
     """True for a checkpoint without a head, unless its config says otherwise."""
     if "tie_word_embeddings" in {**mapping, **mapping.get("text_config", {})}:
         return False
@@ -334,7 +352,7 @@ def _preprocessors(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any
 
 
 def _read_optional(path: Path) -> dict[str, Any]:
-    return read_json(path, _MAX_CONFIG) if path.is_file() else {}
+    return read_json(path, MAX_CONFIG) if path.is_file() else {}
 
 
 @contextmanager
@@ -395,7 +413,7 @@ def _check_dtype(source: Source, dtype: DType) -> None:
 def _split(source: Source) -> Iterator[StoredTensor]:
     """Yields the matrices of a stack."""
     if not isinstance(source, StoredTensor):
-        yield from source.parts
+        yield from (part for part in source.parts if isinstance(part, StoredTensor))
         return
     count = source.shape[0]
     nbytes = source.nbytes // count

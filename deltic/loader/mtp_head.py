@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,133 +18,34 @@ from torch import Tensor
 
 from deltic.config import DType, ModelConfig
 from deltic.errors import ModelError
-from deltic.loader.catalog import REPOSITORY, repository_of
-from deltic.loader.disk import check_room, parse_json, replacing
+from deltic.loader.checkpoint import HEAD_FILES, CheckpointFiles
+from deltic.loader.disk import check_room, replacing
 from deltic.loader.files import (
     INDEX,
-    SCALES,
     SINGLE,
     InMemory,
-    Source,
-    StoredTensor,
     check_weight_map,
-    parse_header,
-    scales_of,
     stacked,
-    with_scales,
 )
-from deltic.loader.hub import EMBEDDED, explained_errors, resolve
+from deltic.loader.formats import combine, stored_tensors
 from deltic.loader.names import (
     canonical_head,
     expected_head,
+    is_unused_scale,
     optional_head,
     packed_parts,
     packed_shape,
     required_head,
 )
 from deltic.loader.safetensors import Progress, check_stored, read_source
+from deltic.loader.tensors import Source, StoredTensor
 from deltic.ops.parts import Split
 
-FILE: Final = "mtp.safetensors"
+FILE: Final = HEAD_FILES[0]
 """Default name of an extracted head."""
-_HEAD_FILES: Final = (FILE, "mtp/weights.safetensors")
-"""Files of heads, by priority."""
 _PIECE: Final = 8 << 20
-_MAX_CONFIG: Final = 64 << 20
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointFiles:
-    """Files of a checkpoint, in a directory or on the hub.
-
-    place: prefix of their names in messages.
-    sizes: bytes of each file.
-    read(name, offset, count): returns bytes of a file, or raises ModelError.
-    """
-
-    place: Path
-    sizes: Mapping[str, int]
-    read: Callable[[str, int, int], bytes]
-
-    def json(self, name: str) -> dict[str, Any]:
-        """Reads a JSON object. Raises ModelError naming the file."""
-        path, size = self.place / name, self.sizes.get(name)
-        if size is None or size > _MAX_CONFIG:
-            raise ModelError(f"{path} is {'absent' if size is None else 'too large'}; "
-                             "is this a complete Hugging Face model?")
-        return parse_json(self.read(name, 0, size), path)
-
-    def header(self, name: str) -> dict[str, StoredTensor]:
-        """Returns the tensors of a safetensors file."""
-        position = 0
-
-        def read_next(count: int) -> bytes:
-            nonlocal position
-            position += count
-            return self.read(name, position - count, count)
-
-        return parse_header(self.place / name, self.sizes[name], read_next)
-
-
-def directory_checkpoint(directory: Path) -> CheckpointFiles:
-    """Opens the files of a directory, and that of a head in a folder of its own."""
-    def read(name: str, offset: int, count: int) -> bytes:
-        path = directory / name
-        try:
-            with path.open("rb") as file:
-                file.seek(offset)
-                return file.read(count)
-        except OSError as error:
-            raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-
-    try:
-        paths = [*sorted(directory.iterdir()), *(directory / name for name in _HEAD_FILES if "/" in name)]
-        sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths if path.is_file()}
-    except OSError as error:
-        raise ModelError(f"{directory} cannot be read: {error.strerror}") from error
-    return CheckpointFiles(directory, sizes, read)
-
-
-def open_checkpoint(model: str, revision: str | None = None, token: str | None = None) -> CheckpointFiles:
-    """Opens the files of a directory, or of a repository, from which only the parts that are read are downloaded.
-
-    Raises ModelError as `resolve`.
-    """
-    local = Path(model).exists()
-    model = model if local else repository_of(model)
-    found = REPOSITORY.fullmatch(model)
-    if found and found[2]:
-        raise ModelError(f"{model} is a GGUF file; take the original model, a directory or a Hugging Face name")
-    if found and not local and model != EMBEDDED:
-        return _remote_checkpoint(model, revision, token)
-    path = resolve(model, revision, token)
-    if path.is_file():
-        raise ModelError(f"{path} is a GGUF file; take the original model, a directory or a Hugging Face name")
-    return directory_checkpoint(path)
-
-
-def _remote_checkpoint(repository: str, revision: str | None, token: str | None) -> CheckpointFiles:
-    from huggingface_hub import HfApi, HfFileSystem
-
-    with explained_errors(repository, revision):
-        info = HfApi().model_info(repository, revision=revision, files_metadata=True, token=token)
-    system = HfFileSystem(token=token)
-
-    @cache
-    def opened(name: str) -> Any:
-        return system.open(f"{repository}/{name}", "rb", revision=info.sha, cache_type="none")
-
-    def read(name: str, offset: int, count: int) -> bytes:
-        with explained_errors(repository, revision):
-            file = opened(name)
-            file.seek(offset)
-            found: bytes = file.read(count)
-            return found
-
-    sizes: Mapping[str, int] = {file.rfilename: file.size or 0 for file in info.siblings or []}
-    return CheckpointFiles(Path(repository), sizes, read)
 
 
 def find_head(checkpoint: CheckpointFiles, config: ModelConfig) -> dict[str, Source]:
@@ -157,18 +57,23 @@ def find_head(checkpoint: CheckpointFiles, config: ModelConfig) -> dict[str, Sou
     own, others = _files(checkpoint)
     stored = _heads(checkpoint, own)
     if not stored:
-        named = [name for name in _HEAD_FILES if name in others][:1]
+        named = [name for name in HEAD_FILES if name in others][:1]
         stored = _heads(checkpoint, named) if named else _only_head(checkpoint, others)
     return _checked_head(checkpoint.place, stored, config)
 
 
 def head_in_memory(weights: InMemory, config: ModelConfig) -> dict[str, Source]:
     """Like `find_head`, for tensors in memory."""
-    named = ((canonical_head(name), stored) for name, stored in weights.tensors.items())
-    return _checked_head(weights, {name: stored for name, stored in named if name is not None}, config)
+    return _checked_head(weights, _canonical(combine(weights.tensors, weights.quantization)), config)
 
 
-def _checked_head(place: Path | InMemory, stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, Source]:
+def _canonical(tensors: Mapping[str, Source]) -> dict[str, Source]:
+    """Returns a head's tensors by canonical name, without scales that are not used."""
+    named = ((canonical_head(name), stored) for name, stored in tensors.items() if not is_unused_scale(name))
+    return {name: stored for name, stored in named if name is not None}
+
+
+def _checked_head(place: Path | InMemory, stored: Mapping[str, Source], config: ModelConfig) -> dict[str, Source]:
     expected = {**expected_head(config), **optional_head(config)}
     found = stacked(stored, count_of=lambda name: expected.get(name, (0,))[0])
     _check_head(place, found, config)
@@ -188,9 +93,9 @@ def _files(checkpoint: CheckpointFiles) -> tuple[list[str], list[str]]:
     return sorted(shards), sorted(set(names) - set(weight_map.values()))
 
 
-def _only_head(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, StoredTensor]:
+def _only_head(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, Source]:
     """Returns the head in one of these files. Files that cannot be read are skipped, because they may be anything."""
-    found: dict[str, dict[str, StoredTensor]] = {}
+    found: dict[str, dict[str, Source]] = {}
     for name in files:
         try:
             if tensors := _heads(checkpoint, [name]):
@@ -203,7 +108,7 @@ def _only_head(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, S
     return next(iter(found.values()), {})
 
 
-def _heads(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, StoredTensor]:
+def _heads(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, Source]:
     stored_names: dict[str, str] = {}
     found: dict[str, StoredTensor] = {}
     for file in files:
@@ -215,11 +120,10 @@ def _heads(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, Store
             if name is not None:
                 stored_names[name] = stored_name
                 found[stored_name] = stored
-    complete = with_scales(found)
-    return {name: complete[stored_name] for name, stored_name in stored_names.items() if stored_name in complete}
+    return _canonical(combine(found, checkpoint.quantization())) if found else {}
 
 
-def _check_head(place: Path | InMemory, stored: Mapping[str, Source], config: ModelConfig) -> None:
+def _check_head(place: Path | InMemory, stored: dict[str, Source], config: ModelConfig) -> None:
     expected = expected_head(config)
     shapes = {**expected, **optional_head(config)}
     served = [part for name in stored for part in packed_parts(name) or (name,)]
@@ -228,7 +132,8 @@ def _check_head(place: Path | InMemory, stored: Mapping[str, Source], config: Mo
             raise ModelError(f"{tensor.path}: tensor {name[:200]!r} has no place in a multi-token-prediction head of "
                              "this model; take a head that is not quantized and belongs to the model")
         try:
-            check_stored(name, tensor, packed_shape(name, config) if packed_parts(name) else shapes[name])
+            shape = packed_shape(name, config) if packed_parts(name) else shapes[name]
+            stored[name] = check_stored(name, tensor, shape)
         except ModelError as error:
             raise ModelError(f"{tensor.path}: {error}") from error
     twice = [part for part in served if served.count(part) > 1]
@@ -273,12 +178,12 @@ def extract_head(checkpoint: CheckpointFiles, target: Path, source: str, progres
     """
     config = ModelConfig.from_hf(checkpoint.json("config.json"))
     head = find_head(checkpoint, config)
-    scales = {f"{name}{SCALES[0]}": found for name, source in head.items() if (found := scales_of(source))}
-    stored = dict(sorted({**head, **scales}.items()))
+    stored = dict(sorted((name, own) for weight, source in head.items()
+                         for name, own in stored_tensors(weight, source).items()))
     if not stored:
         raise ModelError(f"{checkpoint.place} has no multi-token-prediction head (tensors mtp.*); take the original "
                          "model, as fine-tuned and quantized copies often lack it")
-    parts = [part for tensor in stored.values() for part in tensor.parts]
+    parts = [part for tensor in stored.values() for part in tensor.stored]
     if any(path.resolve() == target.resolve() for path in {part.path for part in parts}):
         raise ModelError(f"{target} is the file that the head is read from; give another name")
     header = _header(stored, config, source)

@@ -16,8 +16,9 @@ Shape = tuple[int, ...]
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 
-_QUANTIZED: Final = re.compile(r"\.(qweight|qzeros|g_idx|scales|biases|weight_(packed|scale|scale_2|shape)|SCB|trellis|"
-                               r"weight\.(absmax|quant_\w+|nested_\w+)|input_scale)$")
+_QUANTIZED: Final = re.compile(
+    r"\.(qweight|qzeros|g_idx|scales|biases|weight_(packed|scale|scale_2|global_scale|shape|zero_point)|SCB|"
+    r"trellis|pre_quant_scale|weight\.(absmax|quant_\w+|nested_\w+))$")
 """Extra tensors of other quantizations (AWQ, GPTQ, bitsandbytes, compressed-tensors, MLX ...)."""
 _PREFIX: Final = re.compile(r"(model\.language_model\.|language_model\.(?:model\.)?|model\.)?(.*)")
 _LAYER: Final = re.compile(r"layers\.(0|[1-9]\d{0,4})\.([a-z_0-9.A-Z]+)")
@@ -35,6 +36,10 @@ _LAYER_TENSORS: Final = frozenset({
     "linear_attn.conv1d.weight", "linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight",
     "linear_attn.out_proj.weight",
 })
+_UNUSED_SCALE: Final = re.compile(
+    r"(\.|\.experts\.\w+_proj_)"
+    r"(input_(global_)?scale|output_scale|[qkv]_scale|[kv]_global_scale|(input|output|[qkv])_zero_point)$")
+"""Scales of quantized activations, and of keys and values."""
 # Tensors that are not part of the text model: draft head, vision tower, rotary tables, and a convolution bias that some
 # exporters write although the layer has none.
 _IGNORED: Final = re.compile(
@@ -62,7 +67,7 @@ def canonical(name: str) -> str | None:
     Packed projections (`in_proj_qkvz`, `in_proj_ba` of older exports, `experts.gate_up_proj`) keep their name, see
     `split_packed`; so do tensors of a single expert, see `stack_of`. Raises ModelError for an unknown name.
     """
-    if _IGNORED.search(name):
+    if _IGNORED.search(name) or is_unused_scale(name):
         return None
     found = _PREFIX.fullmatch(name)
     rest = found[2] if found else ""
@@ -79,6 +84,11 @@ def canonical(name: str) -> str | None:
                          "checkpoint, or a GGUF file of the model")
     raise ModelError(f"tensor {name[:200]!r} is unknown; is this an unquantized checkpoint of the architecture that "
                      "its config.json names?")
+
+
+def is_unused_scale(name: str) -> bool:
+    """True for a scale of activations, or of keys and values, which are quantized with their own scales, or not."""
+    return _UNUSED_SCALE.search(name) is not None
 
 
 def is_head(name: str) -> bool:

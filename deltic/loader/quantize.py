@@ -1,7 +1,9 @@
-"""Quantizes weights while they are loaded, to the types that `deltic convert` would write."""
+"""Quantizes weights while they are loaded, to the types that `deltic convert` would write, or to types for kernels
+alone; and packs weights that are stored quantized."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
@@ -12,45 +14,52 @@ import numpy as np
 from torch import Tensor
 
 from deltic.config import ModelConfig, available_cores
-from deltic.loader.files import GROUP
+from deltic.loader.formats.fp8 import FLOAT8_BLOCK_BYTES, GROUP, Float8, quantize_fp8
+from deltic.loader.four_bits import TYPES as FOUR_BITS
+from deltic.loader.four_bits import InexactError
 from deltic.loader.gguf.blocks import BY_NAME, BlockType
 from deltic.loader.gguf.convert import FILE_TYPES, target_of
 from deltic.loader.gguf.quantize import quantize_in_pieces
 from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, is_stack
-from deltic.loader.safetensors import FLOAT8_BLOCK_BYTES, Float8, quantize_fp8
+from deltic.loader.safetensors import StoredWeight
+from deltic.loader.stored_blocks import StoredBlocks
 from deltic.ops.memory import empty_cache
 from deltic.ops.quantized import PackedForm, QTensor, host_form, read_from
 from deltic.ops.slices import slice_unit
 from deltic.ops.types import Block, Weight
 
-SCHEMES: Final[Mapping[str, str]] = {"q8_0": "Q8_0", "q4_k": "Q4_K_M"}
+SCHEMES: Final[Mapping[str, str]] = {"q8_0": "Q8_0", "q4_k": "Q4_K_M", "nvfp4": "Q4_K_M", "int4": "Q4_K_M"}
 """Scheme -> file type (of FILE_TYPES) whose types the matrices get."""
+_INSTEAD_OF_Q4_K: Final[Mapping[str, BlockType]] = {"nvfp4": FOUR_BITS["NVFP4"], "int4": FOUR_BITS["INT4_128"]}
+"""Scheme -> type that matrices get instead of Q4_K."""
 FP8: Final = "fp8"
 """The scheme of float8, on GPUs only. Embedding, lm_head and the small projections of decays and betas get Q8_0, which
 is more precise."""
 STORED: Final = "stored"
-"""The scheme that keeps float8 weights and quantizes no others."""
+"""The scheme that keeps weights that are stored quantized and quantizes no others."""
 FP8_TYPE: Final = BlockType("FP8", -1, GROUP, FLOAT8_BLOCK_BYTES, True)
 """Float8 blocks, which GGUF files do not have."""
 _PLAIN: Final = ("F32", "F16", "BF16")
 _PRECISE: Final = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
 
+logger = logging.getLogger(__name__)
 
-def quantize_tensors(tensors: Iterable[tuple[str, Tensor | Float8]], scheme: str, config: ModelConfig,
+
+def quantize_tensors(tensors: Iterable[tuple[str, StoredWeight]], scheme: str, config: ModelConfig,
                      form: PackedForm | None = None) -> dict[str, Weight]:
     """Quantizes tensors as `quantize_parts`, whole on one device, by default for the CPU's compiled kernels."""
     return quantize_parts(map(_on_first, tensors), scheme, config, [form or host_form()])[0]
 
 
-def _on_first(item: tuple[str, Tensor | Float8]) -> tuple[int, str, Tensor | Float8]:
+def _on_first(item: tuple[str, StoredWeight]) -> tuple[int, str, StoredWeight]:
     return 0, *item
 
 
-def quantize_parts(tensors: Iterator[tuple[int, str, Tensor | Float8]], scheme: str, config: ModelConfig,
+def quantize_parts(tensors: Iterator[tuple[int, str, StoredWeight]], scheme: str, config: ModelConfig,
                    forms: Sequence[PackedForm]) -> list[dict[str, Weight]]:
     """Quantizes each device's part of matrices by a scheme of SCHEMES, or by FP8 or STORED, which keep float8 weights.
     Other tensors, and matrices whose rows fit no blocks or whose type the form does not serve, stay unchanged. Value
-    heads keep their order.
+    heads keep their order. Stored blocks stay, unless they are not exact.
 
     Holds one input tensor in memory at a time. Raises ModelError naming a tensor with values that its type cannot hold.
     """
@@ -60,6 +69,9 @@ def quantize_parts(tensors: Iterator[tuple[int, str, Tensor | Float8]], scheme: 
         while (item := next(tensors, None)) is not None:
             device, name, tensor = item
             kept = forms[device]
+            if isinstance(tensor, StoredBlocks):
+                result[device][name] = _kept(name, tensor, kept.of(name))
+                continue
             type = _target_type(name, shapes.get(name, tuple(tensor.shape)), scheme, config)
             stays = scheme == STORED and not isinstance(tensor, Float8)
             plain = stays or type.name in _PLAIN or not kept.serves(type.name, tensor.shape[-1])
@@ -110,7 +122,9 @@ def _target_type(name: str, shape: tuple[int, ...], scheme: str, config: ModelCo
     file_type = FILE_TYPES[SCHEMES["q8_0" if float8 else scheme]]
     type = target_of(name, shape, config, file_type).type
     precise = name in (EMBEDDING, HEAD) or name.endswith(_PRECISE)
-    return FP8_TYPE if float8 and type.name not in _PLAIN and not precise else type
+    if float8:
+        return FP8_TYPE if type.name not in _PLAIN and not precise else type
+    return _INSTEAD_OF_Q4_K.get(scheme, type) if type.name == "Q4_K" else type
 
 
 def quantize_tower(weights: Mapping[str, Block]) -> dict[str, Block]:
@@ -138,6 +152,16 @@ def _packed(shape: tuple[int, ...], type: BlockType, form: PackedForm, read: Cal
         return form.stack(type.name, type.id, shape[0], rows, columns, size, read)
     return tuple(form.pack(type.name, type.id, rows, columns, size, partial(read_from, read, index * rows * size))
                  for index in range(shape[0]))
+
+
+def _kept(name: str, weight: StoredBlocks, form: PackedForm) -> Weight:
+    """Packs stored blocks; dequantizes a weight that they cannot hold without rounding."""
+    try:
+        return _packed(weight.shape, weight.type, form, weight.read)
+    except InexactError as error:
+        logger.warning("tensor %r is dequantized, because the kernels know no %s with %s", name, weight.type.name,
+                       error)
+        return weight.numbers().to(form.device)
 
 
 def _float8_reader(weight: Float8) -> Callable[[int, int], Any]:

@@ -1,34 +1,21 @@
-"""Loads the tensors of a model's directory.
-
-Matrices in float8 (e4m3) have scales: in checkpoints one for each block of 128 rows and columns, in memory one for 128
-columns of a row.
-"""
+"""Loads the tensors of a model's directory."""
 
 from __future__ import annotations
 
-import ctypes
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from types import MappingProxyType
+from typing import Final, Literal
 
 import torch
-from torch import Tensor
 
 from deltic.config import DType, ModelConfig
 from deltic.errors import ModelError
-from deltic.loader.files import (
-    FLOAT8,
-    GROUP,
-    InMemory,
-    Source,
-    Stack,
-    StoredTensor,
-    find_tensors,
-    rows_of,
-    scales_of,
-    stacked,
-)
+from deltic.loader.files import InMemory, find_tensors, stacked
+from deltic.loader.formats.fp8 import FLOAT8, GROUP, Float8, float8_scales, row_scales, scales_part
+from deltic.loader.gguf.blocks import BlockType
 from deltic.loader.names import (
     EMBEDDING,
     HEAD,
@@ -37,96 +24,52 @@ from deltic.loader.names import (
     expected_rows,
     expected_tensors,
     is_stack,
+    is_unused_scale,
     packed_parts,
     packed_rows,
     packed_shape,
     split_packed,
     tensor_dtype,
 )
+from deltic.loader.stored_blocks import StoredBlocks, stored_blocks
+from deltic.loader.tensors import PackedTensor, Source, Stack, StoredTensor, fill
 from deltic.ops.parts import WHOLE, Part, Split, one_device
+from deltic.ops.types import Weight
 
-FLOAT8_LARGEST: Final = 448.0
-"""Largest finite float8 value."""
-FLOAT8_BLOCK_BYTES: Final = 4 + GROUP
-"""Bytes of a group in memory: its scale, then codes."""
-
-
-def quantize_fp8(name: str, matrix: Tensor) -> Tensor:
-    """Quantizes a float matrix [rows, columns], columns a multiple of GROUP, to blocks, uint8 [rows, bytes], on its
-    device. The largest value of a group becomes FLOAT8_LARGEST. Raises ModelError for values that are not finite."""
-    groups = matrix.float().unflatten(1, (-1, GROUP))
-    largest = groups.abs().amax(-1, keepdim=True)
-    if not bool(largest.isfinite().all()):
-        raise ModelError(f"tensor {name!r}: it has values that are not finite")
-    scales = torch.where(largest > 0, largest / FLOAT8_LARGEST, 1.0)
-    codes = (groups / scales).clamp(-FLOAT8_LARGEST, FLOAT8_LARGEST).to(torch.float8_e4m3fn)
-    return torch.cat((scales.view(torch.uint8), codes.view(torch.uint8)), -1).flatten(1)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Float8:
-    """A matrix or a stack in the format of checkpoints.
-
-    codes: uint8 [..., rows, columns].
-    scales: float32 [..., rows / GROUP, columns / GROUP], rounded up; of rows [..., rows, 1 or columns / GROUP]; of the
-        matrix [..., 1, 1].
-    """
-
-    codes: Tensor
-    scales: Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.codes.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
-
-    def numbers(self) -> Tensor:
-        """Returns the values, float32 [..., rows, columns]."""
-        scales = _row_scales(self.scales, self.shape).repeat_interleave(GROUP, -1)[..., :self.shape[-1]]
-        return self.codes.view(torch.float8_e4m3fn).float().mul_(scales)
-
-    def blocks(self) -> Tensor:
-        """Returns the blocks of `quantize_fp8` for all matrices, one after another, without rounding."""
-        scales = _row_scales(self.scales, self.shape).flatten(0, -2).contiguous()
-        scales = scales.view(torch.uint8).unflatten(1, (-1, 4))
-        codes = self.codes.flatten(0, -2).unflatten(1, (-1, GROUP))
-        return torch.cat((scales, codes), -1).flatten(1)
-
-    def halves(self) -> tuple[Float8, Float8]:
-        """Splits the rows in two halves. No block may extend over both."""
-        codes, scales = self.codes.chunk(2, -2), self.scales.chunk(2, -2)
-        return Float8(codes[0], scales[0]), Float8(codes[1], scales[-1])  # a matrix's only scale is that of both
-
-
-def _row_scales(scales: Tensor, shape: Shape) -> Tensor:
-    """Returns the scales of each row of a Float8 of this shape, [..., rows, columns / GROUP]."""
-    *stack, rows, columns = shape
-    if scales.shape[-2] == -(-rows // GROUP):
-        scales = scales.repeat_interleave(GROUP, -2)[..., :rows, :]
-    return scales.expand(*stack, rows, -(-columns // GROUP))
-
-
-def _scales_part(scales: Tensor, shape: Shape, part: Part) -> Tensor:
-    """Returns the scales of a part of a Float8 of this shape. Its columns fill groups."""
-    if part.ranges is None:
-        return scales
-    groups = tuple(slice(own.start // GROUP, own.stop // GROUP) for own in part.ranges)
-    return (replace(part, ranges=groups) if part.columns else part).of(_row_scales(scales, shape))
-
-
-# Tensors
-
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
+StoredWeight = torch.Tensor | Float8 | StoredBlocks
+NONE: Final[Mapping[str, BlockType]] = MappingProxyType({})
+"""No weight stays as it is stored in blocks."""
 
 TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _CHUNK: Final = 4 << 20
+"""Values that are read, or dequantized, at a time."""
+_COMPARED_ROWS: Final = 64
+_ROUNDED: Final = 0.3
+"""Relative error of a matrix that is a copy in 4 bits; of one that is no copy it is above 1."""
 _FLOAT16_LIMIT: Final = 65520.0  # the least value that rounds to infinity
+
+
+@dataclass(frozen=True, slots=True)
+class KeptForms:
+    """The weights that stay quantized while they are read.
+
+    float8: matrices and stacks that are stored in float8.
+    blocks: the types of blocks of those that stay as they are stored, by canonical name.
+    pack: reads a weight in the form of the only device, or returns None.
+    """
+
+    float8: bool = False
+    blocks: Mapping[str, BlockType] = NONE
+    pack: Callable[[str, Source], Weight | None] | None = None
+
+
+DEQUANTIZED: Final = KeptForms()
+"""No weight stays quantized."""
 
 
 def read_directory(
@@ -143,10 +86,10 @@ def read_directory(
 
 
 def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | Literal["auto"], split: Split,
-               progress: Progress | None = None, experts: bool = True, float8: bool = False
-               ) -> Iterator[tuple[int, str, torch.Tensor | Float8]]:
+               progress: Progress | None = None, experts: bool = True, kept: KeptForms = DEQUANTIZED
+               ) -> Iterator[tuple[int, str, StoredWeight | Weight]]:
     """Yields each device's part of the tensors of `expected_tensors(config)` in file order: device, name, and tensor,
-    contiguous, on the device. experts: include theirs. float8: matrices and stacks stored in float8 stay float8.
+    contiguous, on the device. experts: include theirs. kept: the weights that stay quantized.
 
     Matrices are of `dtype` (`auto`: the config's), norms and decay parameters float32 (`tensor_dtype`). No byte of the
     files is read for several devices, unless they all have it. `progress(done, total)` counts bytes. Peak memory is
@@ -155,15 +98,28 @@ def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | 
     Raises ModelError naming the tensor that is unknown, missing, doubled or of another shape or dtype, or the file that
     is absent, truncated or corrupt.
     """
-    planned = plan_directory(Path(path) if isinstance(path, str) else path, config)
+    place = Path(path) if isinstance(path, str) else path
+    tensors = find_tensors(place)
+    planned = _plan(place, tensors, config)
+    if unused := sum(map(is_unused_scale, tensors)):
+        logger.info("%d scales of activations, keys and values in %s are not used: activations are not quantized, and "
+                    "`kv_dtype` determines how keys and values are stored", unused, place)
     sources = {name: source for name, source in planned.items() if experts or not is_stack(name)}
-    kept: DType = config.dtype if dtype == "auto" else dtype
+    own: DType = config.dtype if dtype == "auto" else dtype
     total = sum(stored.nbytes for stored in sources.values())
     done = 0
     for name, stored in sources.items():
         if name == HEAD and config.tie_word_embeddings:
             continue
-        yield from _parts_of(name, stored, config, kept, split, float8)
+        packed = kept.pack(name, stored) if kept.pack else None
+        type = kept.blocks.get((packed_parts(name) or (name,))[0])
+        if packed is not None:
+            yield 0, name, packed
+        elif type:
+            yield from _blocks_of(name, stored, type, config, own, split)
+        else:
+            yield from _parts_of(name, stored, config, own, split, kept.float8)
+        del packed
         done += stored.nbytes
         if progress is not None:
             progress(done, total)
@@ -200,6 +156,24 @@ def _parts_of(name: str, stored: Source, config: ModelConfig, dtype: DType, spli
             yield device, part, parts.pop(part)
 
 
+def _blocks_of(name: str, stored: Source, type: BlockType, config: ModelConfig, dtype: DType, split: Split
+               ) -> Iterator[tuple[int, str, StoredBlocks]]:
+    """Yields each device's part of a weight that stays as it is stored, without reading it."""
+    sources = [part for part in stored.parts if isinstance(part, PackedTensor)]
+    stacked, names = isinstance(stored, Stack), packed_parts(name)
+    rows = torch.arange(stored.shape[-2])
+    own = {name: rows}
+    if names and is_stack(name):
+        own = dict(zip(names, rows.chunk(2), strict=True))
+    elif names:
+        order = packed_rows(name, config)
+        own = dict(zip(names, order.split([expected_rows(part, config) for part in names]), strict=True))
+    for part, some in own.items():
+        shape = (len(sources), len(some), stored.shape[-1]) if stacked else (len(some), stored.shape[-1])
+        for device, place in split.own(part, shape):
+            yield device, part, stored_blocks(sources, stacked, type, TORCH_DTYPES[dtype], place, some)
+
+
 def _read_own(name: str, stored: Source, dtype: torch.dtype, split: Split, own: Mapping[int, Part]
               ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yields each device's part of a tensor, of which `own` has one for each device that has any."""
@@ -210,6 +184,7 @@ def _read_own(name: str, stored: Source, dtype: torch.dtype, split: Split, own: 
     found = {device: torch.empty(part.shape(stored.shape), dtype=dtype, device=split.devices[device])
              for device, part in own.items()}
     step = max(1, _CHUNK // (GROUP * stored.shape[1])) * GROUP
+    stored = stored.loaded() if isinstance(stored, PackedTensor) else stored
     for first in range(0, stored.shape[0], step):
         rows = Part((slice(first, min(first + step, stored.shape[0])),))
         piece = read_stored(name, stored, dtype, torch.device("cpu"), rows)
@@ -233,11 +208,16 @@ def _halves(weight: torch.Tensor | Float8) -> tuple[torch.Tensor | Float8, ...]:
 
 def plan_directory(directory: Path | InMemory, config: ModelConfig) -> dict[str, Source]:
     """Locates each tensor by canonical (or packed) name, in file order, and checks everything but the data."""
+    return _plan(directory, find_tensors(directory), config)
+
+
+def _plan(directory: Path | InMemory, found: Mapping[str, Source], config: ModelConfig) -> dict[str, Source]:
+    """Plans these tensors of a directory."""
     expected = expected_tensors(config)
     shapes = {**expected, HEAD: expected[EMBEDDING]}
     named: dict[str, str] = {}
-    tensors: dict[str, StoredTensor] = {}
-    for stored_name, stored in find_tensors(directory).items():
+    tensors: dict[str, Source] = {}
+    for stored_name, stored in found.items():
         name = canonical(stored_name)
         if name in named:
             raise _twice(name, named[name], stored_name)
@@ -254,7 +234,8 @@ def plan_directory(directory: Path | InMemory, config: ModelConfig) -> dict[str,
             if part in served:
                 raise _twice(part, served[part], stored_name)
             served[part] = stored_name
-        check_stored(stored_name, source, packed_shape(name, config) if packed_parts(name) else shapes[name])
+        shape = packed_shape(name, config) if packed_parts(name) else shapes[name]
+        sources[name] = check_stored(stored_name, source, shape)
     _check_complete(directory, expected, served)
     return sources
 
@@ -263,14 +244,16 @@ def _twice(name: str, first: str, second: str) -> ModelError:
     return ModelError(f"tensor {name!r} is given twice, as {first!r} and {second!r}; keep the files of one revision")
 
 
-def check_stored(name: str, stored: Source, shape: Shape) -> None:
-    """Raises ModelError naming the tensor unless it has this shape and a supported dtype."""
+def check_stored(name: str, stored: Source, shape: Shape) -> Source:
+    """Returns the tensor in this shape. Raises ModelError naming it if it has another one or an unsupported dtype."""
+    stored = stored.shaped(shape)
     if stored.shape != shape:
         raise ModelError(f"tensor {name!r} has shape {list(stored.shape)}, config.json requires "
                          f"{list(shape)}; take the config.json that belongs to the weights")
-    if stored.dtype not in _STORED_DTYPES and stored.dtype != FLOAT8:
-        raise ModelError(f"tensor {name!r} is stored as {stored.dtype[:20]}; F32, BF16, F16 and {FLOAT8} can be read, "
-                         "so use the unquantized checkpoint")
+    if stored.dtype not in _STORED_DTYPES and not isinstance(stored.parts[0], PackedTensor):
+        raise ModelError(f"tensor {name!r} is stored as {stored.dtype[:20]}; F32, BF16, F16 and quantized weights with "
+                         "their scales can be read, so use the unquantized checkpoint")
+    return stored
 
 
 def _check_complete(directory: Path | InMemory, expected: dict[str, Shape], served: dict[str, str]) -> None:
@@ -287,10 +270,7 @@ def read_stored(name: str, stored: Source, dtype: torch.dtype, device: torch.dev
                 ) -> torch.Tensor:
     """Reads and converts a tensor, or rows of it. Raises ModelError naming a truncated file."""
     assert not part.columns
-    sources = [stored if rows is None else rows_of(stored, rows.start, rows.stop) for rows in part.ranges or (None,)]
-    found = [source for source in sources if source]
-    if len(found) < len(sources):
-        return part.of(read_stored(name, stored, dtype, device)).contiguous()
+    found = [stored if rows is None else stored.rows(rows.start, rows.stop) for rows in part.ranges or (None,)]
     result = torch.empty(part.shape(stored.shape), dtype=dtype, device=device)
     pieces = [result] if part.ranges is None else result.split([source.shape[0] for source in found])
     for source, own in zip(found, pieces, strict=True):
@@ -302,9 +282,9 @@ def read_stored(name: str, stored: Source, dtype: torch.dtype, device: torch.dev
     return result
 
 
-def _read_part(name: str, stored: StoredTensor, result: torch.Tensor) -> None:
-    if stored.scales:
-        return _read_float8_values(name, stored, stored.scales, result)
+def _read_part(name: str, stored: StoredTensor | PackedTensor, result: torch.Tensor) -> None:
+    if isinstance(stored, PackedTensor):
+        return _read_packed(name, stored, result)
     source_dtype = torch.uint8 if stored.dtype == "U8" else _STORED_DTYPES[stored.dtype]
     direct = source_dtype == result.dtype and result.device.type == "cpu"
     staging = torch.empty(0 if direct else min(_CHUNK, result.numel()), dtype=source_dtype)
@@ -312,42 +292,34 @@ def _read_part(name: str, stored: StoredTensor, result: torch.Tensor) -> None:
         file.seek(stored.offset)
         for piece in torch.split(result, _CHUNK):
             raw = piece if direct else staging[:piece.numel()]
-            _fill(file, raw, stored)
+            fill(file, raw, stored)
             if not direct:
                 piece.copy_(raw)
                 _check_range(name, raw, piece)
 
 
-def _read_float8_values(name: str, stored: StoredTensor, scales: StoredTensor, result: torch.Tensor) -> None:
-    """Reads and dequantizes a float8 tensor, piece by piece."""
-    (rows, columns), factors = stored.shape[-2:], torch.empty(scales.shape)
-    _read_part(name, scales, factors.view(-1))
-    step = max(1, _CHUNK // (GROUP * columns)) * GROUP
-    with stored.open() as file:
-        file.seek(stored.offset)
-        for matrix, own in zip(result.view(-1, rows, columns), factors.view(-1, *factors.shape[-2:]), strict=True):
-            for first in range(0, rows, step):
-                piece = matrix[first:first + step]
-                codes = torch.empty(piece.shape, dtype=torch.uint8)
-                _fill(file, codes, stored)
-                each = rows // len(own) if len(own) in (1, rows) else GROUP  # rows that share a scale
-                part = own[first // each:-(-(first + len(piece)) // each)]
-                numbers = Float8(codes.to(result.device), part.to(result.device)).numbers()
-                piece.copy_(numbers)
-                _check_range(name, numbers, piece)
+def _read_packed(name: str, stored: PackedTensor, result: torch.Tensor) -> None:
+    """Reads and dequantizes a weight, some rows at a time."""
+    rows = result.view(stored.shape)
+    step = max(1, _CHUNK // 4 * len(rows) // max(1, result.numel()))  # temporaries have several times that size
+    source = stored.loaded()
+    for first in range(0, len(rows), step):
+        piece = rows[first:first + step]
+        numbers = source.read(first, first + len(piece)).to(result.device).numbers()
+        piece.copy_(numbers)
+        _check_range(name, numbers, piece)
 
 
 def _read_float8(name: str, stored: Source, split: Split, own: Mapping[int, Part]) -> Iterator[tuple[int, Float8]]:
     """Yields each device's part of a float8 tensor, without conversion. Raises ModelError as `read_stored`."""
-    scales = scales_of(stored)
-    assert scales is not None
-    parts = [replace(part, dtype="U8", scales=None) for part in stored.parts]
-    codes = Stack(tuple(parts)) if isinstance(stored, Stack) else parts[0]
-    factors = read_stored(name, scales, torch.float32, torch.device("cpu"))
+    packed = [part for part in stored.parts if isinstance(part, PackedTensor)]
+    parts = [replace(part.tensors["codes"], dtype="U8") for part in packed]
+    scales = [float8_scales(part) for part in packed]
+    codes, factors = (Stack(tuple(parts)), torch.stack(scales)) if isinstance(stored, Stack) else (parts[0], scales[0])
 
     def weight(part: tuple[int, torch.Tensor]) -> tuple[int, Float8]:
         device, found = part
-        return device, Float8(found, _scales_part(factors, stored.shape, own[device]).to(found.device))
+        return device, Float8(found, scales_part(factors, stored.shape, own[device]).to(found.device))
 
     return map(weight, _read_own(name, codes, torch.uint8, split, own))
 
@@ -355,23 +327,12 @@ def _read_float8(name: str, stored: Source, split: Split, own: Mapping[int, Part
 def _split_float8(name: str, stored: Source, config: ModelConfig, split: Split) -> Iterator[tuple[int, str, Float8]]:
     """Yields each device's part of the tensors in a packed projection, without conversion."""
     (_, whole), = _read_float8(name, stored, one_device("cpu"), {0: WHOLE})
-    scales, rows, first = _row_scales(whole.scales, whole.shape), packed_rows(name, config), 0
+    scales, rows, first = row_scales(whole.scales, whole.shape), packed_rows(name, config), 0
     for part in packed_parts(name):
         own = rows[first:first + expected_rows(part, config)]
         codes, factors, first = whole.codes[own], scales[own], first + len(own)
         for device, place in split.own(part, tuple(codes.shape)):
             yield device, part, Float8(*(place.of(tensor).to(split.devices[device]) for tensor in (codes, factors)))
-
-
-def _fill(file: Any, tensor: torch.Tensor, stored: StoredTensor) -> None:
-    size = tensor.numel() * tensor.element_size()
-    target = memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
-    done = 0
-    while done < size:
-        count = file.readinto(target[done:])
-        if not count:
-            raise ModelError(f"{stored.path} ended while it was read; is it still being downloaded?")
-        done += count
 
 
 def _check_range(name: str, raw: torch.Tensor, piece: torch.Tensor) -> None:
@@ -383,9 +344,17 @@ def _check_range(name: str, raw: torch.Tensor, piece: torch.Tensor) -> None:
 
 
 def check_tied(sources: Mapping[str, Source]) -> None:
-    """Raises ModelError unless a redundant tied head, as some exporters write, equals the embedding."""
+    """Raises ModelError unless a redundant tied head, as some exporters write, equals the embedding. Of quantized ones
+    the first rows must be near those of the other."""
     (head,), (embedding,) = sources[HEAD].parts, sources[EMBEDDING].parts
-    same = head.dtype == embedding.dtype != FLOAT8
+    if isinstance(head, PackedTensor) or isinstance(embedding, PackedTensor):
+        rows = Part((slice(0, min(_COMPARED_ROWS, head.shape[0])),))
+        found, wanted = (read_stored(name, sources[name], torch.float32, torch.device("cpu"), rows)
+                         for name in (HEAD, EMBEDDING))
+        if not bool((found - wanted).norm() <= _ROUNDED * wanted.norm()):
+            raise _not_tied()
+        return
+    same = head.dtype == embedding.dtype
     with head.open() as left, embedding.open() as right:
         left.seek(head.offset)
         right.seek(embedding.offset)
@@ -393,5 +362,9 @@ def check_tied(sources: Mapping[str, Source]) -> None:
             count = min(_CHUNK, head.nbytes - start)
             same = same and left.read(count) == right.read(count)
     if not same:
-        raise ModelError(f"config.json ties the head to the embedding, but {HEAD!r} differs from "
-                         f"{EMBEDDING!r}; set tie_word_embeddings to false")
+        raise _not_tied()
+
+
+def _not_tied() -> ModelError:
+    return ModelError(f"config.json ties the head to the embedding, but {HEAD!r} differs from {EMBEDDING!r}; set "
+                      "tie_word_embeddings to false")

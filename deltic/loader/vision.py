@@ -25,13 +25,14 @@ from deltic.config.model import ModelConfig
 from deltic.config.reading import integer, number
 from deltic.config.vision import ImageConfig, VideoConfig, Vision, VisionConfig
 from deltic.errors import ModelError, show
-from deltic.loader.files import InMemory, StoredTensor, find_tensors
+from deltic.loader.files import InMemory, find_tensors
 from deltic.loader.gguf.blocks import BY_NAME, BlockType, fill
 from deltic.loader.gguf.file import GgufFile, GgufTensor, concatenated
 from deltic.loader.gguf.quantize import quantize_in_pieces
 from deltic.loader.gguf.write import NewTensor, write_gguf
-from deltic.loader.names import Shape
+from deltic.loader.names import Shape, is_unused_scale
 from deltic.loader.safetensors import TORCH_DTYPES, check_stored, read_stored
+from deltic.loader.tensors import Source
 from deltic.ops.quantized import PackedForm
 from deltic.ops.types import Block
 
@@ -66,15 +67,15 @@ def expected_tower(config: VisionConfig) -> dict[str, Shape]:
             **affine("visual.merger.linear_fc2", config.out_hidden_size, merged)}
 
 
-def plan_tower(directory: Path | InMemory, config: VisionConfig) -> dict[str, StoredTensor]:
+def plan_tower(directory: Path | InMemory, config: VisionConfig) -> dict[str, Source]:
     """Locates the tower's tensors by canonical name, and checks everything but their data; empty if there is no tower.
 
     Raises ModelError naming a tensor that is missing, unknown, doubled, or of another shape or an unsupported dtype.
     """
-    expected, found = expected_tower(config), dict[str, StoredTensor]()
+    expected, found = expected_tower(config), dict[str, Source]()
     for stored_name, stored in find_tensors(directory).items():
         name = canonical_tower(stored_name)
-        if name is None:
+        if name is None or is_unused_scale(name):
             continue
         if name not in expected:
             raise ModelError(f"tensor {stored_name[:200]!r} has no place in the vision tower of config.json; "
@@ -82,8 +83,7 @@ def plan_tower(directory: Path | InMemory, config: VisionConfig) -> dict[str, St
                              "(`vision=False`)")
         if name in found:
             raise ModelError(f"tensor {name!r} is given twice; keep the files of one revision")
-        check_stored(stored_name, stored, expected[name])
-        found[name] = stored
+        found[name] = check_stored(stored_name, stored, expected[name])
     missing = [name for name in expected if name not in found]
     if found and missing:
         raise ModelError(f"{len(missing)} tensors of the vision tower are missing in {directory}, such as "
@@ -91,7 +91,7 @@ def plan_tower(directory: Path | InMemory, config: VisionConfig) -> dict[str, St
     return found
 
 
-def load_tower(stored: dict[str, StoredTensor], dtype: DType, device: str | torch.device) -> dict[str, Tensor]:
+def load_tower(stored: dict[str, Source], dtype: DType, device: str | torch.device) -> dict[str, Tensor]:
     """Loads the tensors of `plan_tower`: matrices in `dtype`, norms, biases and positions in float32."""
     found = dict[str, Tensor]()
     for name, tensor in stored.items():

@@ -289,8 +289,9 @@ class WeightLoader:
     def _experts(self) -> tuple[MlpWeights, ...]:
         stacks = [self.weights.pop(f"{self.prefix}mlp.experts.{part}_proj.weight") for part in ("gate", "up", "down")]
         # copying every expert would not be worth it
-        return tuple(MlpWeights(self._joined([gate, up], copies=False), self._joined([down]))
-                     for gate, up, down in zip(*stacks, strict=True))
+        return self.ops.pack_experts(tuple(
+            MlpWeights(self._joined([gate, up], copies=False), self._joined([down]))
+            for gate, up, down in zip(*stacks, strict=True)))
 
     def _mlp(self, prefix: str) -> MlpWeights:
         return MlpWeights(self.linear(f"{prefix}gate_proj", f"{prefix}up_proj"), self.linear(f"{prefix}down_proj"),

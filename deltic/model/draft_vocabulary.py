@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -101,15 +101,19 @@ class DraftVocabulary:
     size: tokens of the whole vocabulary. copied: rows that were overwritten until now.
     """
 
-    def __init__(self, whole: Weight, tokens: List[int], devices: Iterable[torch.device] = ()) -> None:
+    def __init__(self, whole: Weight, tokens: List[int], devices: Iterable[torch.device] = (),
+                 pack: Callable[[Tensor, bool], Block] | None = None) -> None:
         """whole [V, H]: the matrix of all logits, which is kept; or its parts in order, which may be on several
-        devices. tokens: as `draftable` gives them. devices: that draft."""
+        devices. tokens: as `draftable` gives them. devices: that draft.
+        pack: as in `Ops`, for a plain matrix."""
         parts = whole if isinstance(whole, tuple) else (whole,)
         self.size, self.copied = sum(map(len, parts)), 0
         self.ids = torch.tensor(tokens, device=parts[0].data.device)
         # oneDNN's layout has no rows that could be read one by one: of such a matrix they stay as they are
         self._parts = () if isinstance(parts[0], Tensor) and parts[0].is_mkldnn else parts
         self.head = gather_rows(parts, self.ids)
+        if pack is not None and isinstance(self.head, Tensor):
+            self.head = pack(self.head, True)
         self.copies = {device: (to_device(self.head, device), self.ids.to(device)) for device in devices}
         base = len(tokens) - len(tokens) // _ADAPTIVE
         self._base = frozenset(tokens[:base])

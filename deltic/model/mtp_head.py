@@ -152,7 +152,7 @@ def _logits(tops: Sequence[_Top], decoder: Decoder, tokens: Sequence[int] | None
     devices = [shard.norm.device for shard in decoder.shards]
     whole: Weight = decoder.head if tops[0].head is None else tops[0].head
     if tokens is not None:
-        short = DraftVocabulary(whole, tokens, devices)
+        short = DraftVocabulary(whole, tokens, devices, decoder.ops.pack)
         return [short.copies[device] for device in devices], short
     if len({*devices}) == 1:
         return [(whole, None)] * len(devices), None

@@ -87,6 +87,11 @@ def check_degree(config: ModelConfig, count: int, packed: bool = False, tiled: b
         raise ConfigError(f"tp={count} is not possible with this model: {why}; use tp={' or '.join(possible)}", "tp")
 
 
+def splits(config: ModelConfig, count: int, packed: bool = False) -> bool:
+    """True if a model can be split over so many devices. packed: as in `check_degree`."""
+    return _obstacle(config, count, packed, False) is None
+
+
 def _obstacle(config: ModelConfig, count: int, packed: bool, tiled: bool) -> str | None:
     """Returns the reason why a model cannot be split over so many devices."""
     if count == 1:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deltic.errors import ConfigError
+from deltic.ops.memory import reserve
 from deltic.ops.types import (
     AttentionSpec,
     AttentionWeights,
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
     from deltic.ops.encoder import Scene, VisionWeights
 
 
+def _as_they_are(experts: tuple[MlpWeights, ...]) -> tuple[MlpWeights, ...]:
+    return experts
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """A backend. H: hidden size, V: vocabulary, T, L: tokens and logit rows of the batch.
@@ -54,6 +59,8 @@ class Ops:
     one of several shards, `gdn_mixer`, `attention_mixer`, `mlp` and `moe` return that shard's sum [T, H] in float32
     (float64 for such inputs), not rounded. `tree_sum` of all shards, rounded to x's dtype, has the bits of one shard.
 
+    pack_experts(experts) -> experts: the form in which `moe` reads a layer's experts, whose matrices are packed; called
+        once, at load.
     embed(ids [T], weight [V, H], dtype) -> [T, H]
     rope(positions [3, T], spec) -> Rope
     add_norm(residual [T, H], delta [T, H] | None, weight [H] float32, eps) -> (residual + delta, its RMS norm scaled by
@@ -82,6 +89,7 @@ class Ops:
         `layout.hidden`, all tokens' hidden states after the final norm [T, H] float32 (else None); None if the ops are
         called one by one, for instance because some are of another backend. Takes pointers once: weights and views must
         stay where they are. The function returns None, having done nothing, for a batch that it does not serve.
+    reserve(shape, dtype, device) -> Tensor: memory for the cache; uninitialised, or zeros.
     vision(x [T, H], weights, scene) -> an iterator that takes x through all blocks of a vision tower, in place; other
         work may run between two items. All patches of an image see each other, and no others. x is contiguous; float32,
         or the dtype of the activations.
@@ -104,10 +112,17 @@ class Ops:
     mtp_step: Callable[[Ops, MtpWeights, CacheViews, Tensor], MtpStep | None]
     step: Callable[[Ops, DecoderWeights, CacheViews], Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None]
     vision: Callable[[Tensor, VisionWeights, Scene], Iterator[None]]
+    reserve: Callable[[tuple[int, ...], torch.dtype, str], Tensor] = reserve
+    pack_experts: Callable[[tuple[MlpWeights, ...]], tuple[MlpWeights, ...]] = _as_they_are
+
+
+_PLACES = ("reserve", "pack_experts")
+"""Ops that place tensors and compute nothing."""
 
 
 def backends(level: str = "auto", threads: int = 1) -> dict[str, Ops]:
-    """Returns every backend by name; `cpu` is `torch` if its kernels were not compiled.
+    """Returns every backend by name that needs no package of its own; `cpu` is `torch` if its kernels were not
+    compiled.
 
     level, threads: instructions of the CPU kernels, and number of their own threads.
     """
@@ -116,11 +131,22 @@ def backends(level: str = "auto", threads: int = 1) -> dict[str, Ops]:
     return {"reference": reference.OPS, "torch": torch.OPS, "cpu": cpu.overlay(level, threads), "cuda": cuda.overlay()}
 
 
+def _known(level: str, threads: int, wanted: set[str]) -> dict[str, Ops]:
+    """Returns the backends; that on MLX if it is wanted. Raises ConfigError if its package is missing."""
+    known = backends(level, threads)
+    if "mlx" in wanted:
+        from deltic.ops import mlx
+
+        known["mlx"] = mlx.overlay(level, threads)
+    return known
+
+
 def select(overrides: tuple[str, ...] = (), device: str = "cpu", level: str = "auto", threads: int = 1) -> Ops:
     """Returns the best backend for a device, with replacements: `attention_mixer=reference` for one op, `reference` for
     all. Level and threads belong to these ops alone."""
-    known = backends(level, threads)
-    ops = known["cpu" if device == "cpu" else "cuda"]
+    kind = device.partition(":")[0]
+    known = _known(level, threads, {kind, *(override.rpartition("=")[2] for override in overrides)})
+    ops = known[kind]
     names = {f.name for f in fields(Ops)}
     for override in overrides:
         op, _, backend = override.rpartition("=")
@@ -137,7 +163,7 @@ def explain(ops: Ops, decoder: DecoderWeights | None = None, views: CacheViews |
     decoder, views: of a loaded model, for which kernels may leave ops to torch."""
     from deltic.ops import cpu, cuda
 
-    served = {f.name: getattr(ops, f.name).__module__.split(".")[2] for f in fields(ops)}
+    served = {f.name: getattr(ops, f.name).__module__.split(".")[2] for f in fields(ops) if f.name not in _PLACES}
     served |= {name: f"torch ({why})" for name, why in cpu.missing().items() if served[name] == "torch"}
     if decoder is None or views is None:
         return served

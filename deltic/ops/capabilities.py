@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import platform
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,12 +32,16 @@ class Capabilities:
     max_verify_rows: steps with drafts have buckets of up to so many rows, in which prompts have no place; None: steps
         of any shape may have drafts.
     defer_from: the number of rows from which on decode steps leave state writes in delta logs; None: they never do.
+    frames: pages and slots may share memory.
+    partial_heads: a part of the matrix of logits may draft, as logits that are left out save time.
     """
 
     overlaps: bool = False
     own_memory: bool = False
     max_verify_rows: int | None = None
     defer_from: int | None = None
+    frames: bool = True
+    partial_heads: bool = False
 
     @property
     def verifies(self) -> bool:
@@ -46,16 +53,41 @@ class Capabilities:
         return self.defer_from is not None
 
 
-_DEVICES: Final = {"cpu": Capabilities(), "cuda": Capabilities(overlaps=True, own_memory=True)}
+_DEVICES: Final = {
+    "cpu": Capabilities(partial_heads=True),
+    "cuda": Capabilities(overlaps=True, own_memory=True),
+    "mlx": Capabilities(frames=False),
+}
+"""By the kind of a device. MLX has no views of memory in which layers overlap."""
+
+
+def device_kind(device: str | torch.device) -> str:
+    """Returns `cpu`, `cuda` or `mlx`, for an option or a device of torch. Tensors of `mlx` are torch's on the CPU."""
+    return str(device).partition(":")[0]
 
 
 def device_capabilities(device: str | torch.device) -> Capabilities:
     """Returns what every model on this device can do. A loaded model may add to it."""
-    return _DEVICES[torch.device(device).type]
+    return _DEVICES[device_kind(device)]
+
+
+def is_apple_silicon() -> bool:
+    """True on a Mac with a GPU that MLX knows."""
+    return sys.platform == "darwin" and platform.machine() == "arm64"
+
+
+def mlx_facts() -> list[str] | str:
+    """Returns the version of MLX and its device, or why it cannot be used."""
+    from deltic.ops import mlx
+
+    return mlx.missing() or mlx.device_facts()
 
 
 def find_device() -> str:
-    """Returns `cuda` if torch finds a GPU that is new enough, else `cpu`."""
+    """Returns `cuda` if torch finds a GPU that is new enough, `mlx` on a Mac with an Apple GPU where the package is
+    installed, else `cpu`."""
+    if is_apple_silicon() and find_spec("mlx") is not None:
+        return "mlx"
     if not torch.cuda.is_available():
         return "cpu"
     capability = torch.cuda.get_device_capability()
@@ -68,7 +100,7 @@ def find_device() -> str:
 
 def check_devices(devices: Sequence[str]) -> None:
     """Raises ConfigError if this machine does not have the devices, or if they cannot share a model."""
-    if torch.device(devices[0]).type != "cuda":
+    if device_kind(devices[0]) != "cuda":
         return
     if not torch.cuda.is_available():
         raise ConfigError(f"device {devices[0]}: torch finds no CUDA device here; use `device='cpu'`, or install a "
@@ -88,7 +120,7 @@ def check_devices(devices: Sequence[str]) -> None:
 
 def verifies_drafts(device: str, dtype: str) -> bool:
     """True if the backend verifies a row's drafts in one pass, without running torch op by op."""
-    if torch.device(device).type == "cpu":
+    if device_kind(device) != "cuda":
         return True
     from deltic.ops.cuda import serves_delta_logs
 
@@ -102,7 +134,7 @@ def can_defer_state_writes(device: str, dtype: str) -> bool:
 
 def gpu_kernels(device: str) -> str | None:
     """Returns which form of deltic's kernels serves a GPU; None for another device, or if there is no GPU here."""
-    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
+    if device_kind(device) != "cuda" or not torch.cuda.is_available():
         return None
     from deltic.ops.cuda.card import card_of
 
@@ -129,7 +161,9 @@ def numeric_facts(device: str, cpu_level: str) -> dict[str, object]:
         best = LEVELS[library.deltic_best_level()]
         cpu = {"library": blake2b(Path(library._name).read_bytes(), digest_size=16).hexdigest(), "best": best,
                "level": best if cpu_level == "auto" else cpu_level}
-    if torch.device(device).type == "cpu":
+    if device_kind(device) == "mlx":
+        return {"cpu": cpu, "mlx": mlx_facts()}
+    if device_kind(device) == "cpu":
         return {"cpu": cpu}
     from deltic.ops.cuda.card import card_of
 
@@ -140,6 +174,8 @@ def numeric_facts(device: str, cpu_level: str) -> dict[str, object]:
 
 def backend_summary(facts: Mapping[str, Any]) -> str:
     """Names a backend in a few words. facts: `numeric_facts`, and as `ops` the result of `explain`."""
+    if "mlx" in facts:
+        return f"mlx on {facts['mlx'][1]}"
     if "cuda" in facts:
         return f"torch on {facts['cuda'][1]}"
     ops = facts["ops"]

@@ -118,7 +118,7 @@ def read_from(read: Callable[[int, int], Any], first: int, start: int, count: in
 
 def host_form(arena: Arena | None = None) -> PackedForm:
     """Returns the form of the CPU kernels; the matrices lie in one arena."""
-    return PackedForm(partial(pack_rows, arena=arena or Arena()), lambda type, columns: True, torch.float32,
+    return PackedForm(partial(pack_rows, arena=arena or Arena()), lambda type, columns: type != "FP8", torch.float32,
                 torch.device("cpu"))
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from deltic.ops.adapters import BatchAdapters
 from deltic.ops.quantized import QTensor
 from deltic.params import CHUNK as CHUNK
 from deltic.params import PAGE as PAGE
@@ -114,6 +115,7 @@ class Batch:
     count [1]: number of real rows, if the others are padding; None: all.
     padded: the same step in the shape of a bucket, if it has one.
     input_embeds: rows that replace the embeddings of some tokens.
+    adapters: of the tokens; None: no token has one.
     memo: what a backend derives from this batch once and uses in every layer.
     kept: what a backend derives from the layout and from the addresses of the tensors, all contiguous, for later
         batches that differ only in numbers; None if there are none.
@@ -139,6 +141,7 @@ class Batch:
     count: Tensor | None = None
     padded: Padded | None = None
     input_embeds: InputEmbeds | None = None
+    adapters: BatchAdapters | None = None
     memo: dict[str, Any] = field(default_factory=dict)
     kept: dict[Any, Any] | None = None
 

@@ -7,7 +7,7 @@ whose memory on the device stays, so that CUDA graphs can read it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import replace
 from functools import cache
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deltic.cache.handles import PageList
 from deltic.engine.step_plan import PlannedRow, StepPlan
+from deltic.ops.adapters import Adapter, BatchAdapters
 from deltic.ops.capabilities import on_device
 from deltic.ops.cuda.staging import mover
 from deltic.ops.input_columns import DECODE, RAGGED, VERIFY, Extents
@@ -61,9 +62,10 @@ def build(plan: StepPlan, device: torch.device, all_logits: bool = False, hidden
     if isinstance(drawn, DeviceTokens):
         return verifying(plan, device, memory, hidden, drawn)
     unknown = sum(row.drawn is not None for row in rows)
-    if device.type == "cuda" and (verified or not hidden) and has_bucket(plan, verified):
+    bucketed = device.type == "cuda" and not any(row.adapter for row in rows)
+    if bucketed and (verified or not hidden) and has_bucket(plan, verified):
         return decoding(plan, device, drawn if unknown else None, memory, hidden)
-    if device.type == "cuda" and verified and drawn is None and verifies(plan):
+    if bucketed and verified and drawn is None and verifies(plan):
         return verifying(plan, device, memory, hidden)
     batch = _ragged(rows, device, all_logits, hidden, memory)
     if image_rows is not None and any(row.images for row in rows):
@@ -218,6 +220,17 @@ def _input_embeds(rows: List[PlannedRow], image_rows: ImageRows, device: torch.d
             parts.append(image_rows(image.digest)[image.first:image.first + image.length])
         start += len(row.tokens)
     return InputEmbeds(upload(array("q", places), torch.int64, device), torch.cat(parts))
+
+
+def with_adapters(batch: Batch, rows: List[PlannedRow], adapters: Mapping[str, Adapter]) -> Batch:
+    """Returns the batch of these rows with their adapters, which are given by their identities."""
+    if not any(row.adapter for row in rows):
+        return batch
+    places, numbers = {identity: place for place, identity in enumerate(adapters)}, array("q")
+    for row in rows:
+        numbers.extend([places[row.adapter] if row.adapter else -1] * len(row.tokens))
+    found = BatchAdapters(upload(numbers, torch.int64, batch.ids.device), tuple(adapters.values()))
+    return replace(batch, adapters=found, memo={}, kept=None)
 
 
 # Batches of buckets

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from deltic.cache.handles import SequenceCache
 from deltic.cache.operations import CopySlot
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import PlannedRow, StepPlan, base_after
+from deltic.ops.adapters import Adapter
 from deltic.ops.types import Batch, Sampled, Sampling
 from deltic.params import TokenLogprobs
 from deltic.runner.image_embeds import ImageEmbeds
-from deltic.runner.input_batch import FEW_ROWS, DeviceTokens, InputBatch, build
+from deltic.runner.input_batch import FEW_ROWS, DeviceTokens, InputBatch, build, with_adapters
 from deltic.runner.model_runner import Model
 from deltic.runner.sampling import Asked, LogitMasks, SampleRow, SamplingTable, TokenRanks, logprobs_of, scores_of
 from deltic.spec_decode.mtp import PendingDrafts
@@ -228,7 +230,7 @@ class Launcher:
     def _run(self, flight: InFlight, logits: list[Tensor], before: InFlight | None) -> None:
         """Runs the plan's rows."""
         runtime, wanting = self._runtime, [each for each in flight.scheduled if each.row and each.row.hidden]
-        rows = flight.plan.rows
+        rows, adapters = flight.plan.rows, _adapters(flight)
         drawn: Tensor | DeviceTokens | None = before.drawn if before else None
         if isinstance(flight.pending, TokenGroups):
             return logits.append(self._run_groups(flight, flight.pending))
@@ -237,13 +239,16 @@ class Launcher:
         began = time.perf_counter()
         if runtime.options.batch_invariant:
             assert not isinstance(drawn, DeviceTokens)
-            found = self._run_alone(rows, drawn)
+            found = self._run_alone(rows, drawn, adapters)
+        elif adapters and runtime.capabilities.overlaps and not wanting:
+            assert not isinstance(drawn, DeviceTokens)
+            found = self._run_apart(rows, drawn, adapters)
         else:
             batch = build(flight.plan, runtime.device, hidden=bool(wanting) or runtime.mtp_runner is not None,
                           drawn=drawn, memory=self._memory,
                           image_rows=self._pictures.rows if self._pictures else None,
                           verified=runtime.capabilities.verifies)
-            flight.batch = batch
+            batch = flight.batch = with_adapters(batch, rows, adapters)
             if wanting:
                 found, hidden = runtime.run_hidden(batch)
                 assert hidden is not None
@@ -266,12 +271,30 @@ class Launcher:
         self.seconds += time.perf_counter() - began
         return found
 
-    def _run_alone(self, rows: List[PlannedRow], drawn: Tensor | None) -> Tensor:
+    def _run_apart(self, rows: List[PlannedRow], drawn: Tensor | None, adapters: Mapping[str, Adapter]) -> Tensor:
+        """Returns the logits [L, V] of these rows: on a device that has steps of its own for rows without adapters, the
+        others are computed after them."""
+        runtime, found = self._runtime, dict[int, Tensor]()
+        for with_adapter in (False, True):
+            places = [place for place, row in enumerate(rows) if bool(row.adapter) == with_adapter]
+            if not places:
+                continue
+            own = tuple([rows[place] for place in places])
+            batch = build(StepPlan(own), runtime.device, hidden=runtime.mtp_runner is not None, drawn=drawn,
+                          memory=self._memory, image_rows=self._pictures.rows if self._pictures else None,
+                          verified=runtime.capabilities.verifies)
+            logits = runtime.run(with_adapters(batch, own, adapters)).clone()  # the next step writes over them
+            parts = logits.split([row.logits for row in own])
+            found |= dict(zip(places, parts, strict=True))
+        return torch.cat([found[place] for place in sorted(found)])
+
+    def _run_alone(self, rows: List[PlannedRow], drawn: Tensor | None, adapters: Mapping[str, Adapter]) -> Tensor:
         """Returns the logits [L, V] of these rows, computed token by token."""
         runtime, kept = self._runtime, dict[int, Tensor]()
         for part in passes(rows):
             taken = drawn if part.rows[0].drawn is not None else None
-            found = runtime.run(build(StepPlan(part.rows), runtime.device, drawn=taken, memory=self._memory))
+            batch = build(StepPlan(part.rows), runtime.device, drawn=taken, memory=self._memory)
+            found = runtime.run(with_adapters(batch, part.rows, adapters))
             kept |= {wanted: found[place].clone() for place, wanted in part.kept}  # the next pass writes over them
             if part.copies:
                 runtime.cache.operations.apply(part.copies)
@@ -291,6 +314,12 @@ class Launcher:
             flight.tokens = _sampled_tokens(sampled, flight.raw)
         elif not sampled.landed:
             flight.sampled = _on_host(sampled)
+
+
+def _adapters(flight: InFlight) -> dict[str, Any]:
+    """The adapters of a step's rows, by their identities."""
+    used = [each.sequence.request.adapter for each in flight.scheduled if each.row]
+    return {adapter.identity: adapter for adapter in used if adapter}
 
 
 def _draws(scheduled: List[ScheduledSequence], asked: Asked) -> list[SampleRow]:
@@ -369,8 +398,9 @@ def passes(rows: List[PlannedRow]) -> Iterator[Pass]:
         total += row.logits
     for index in range(max((len(row.tokens) for row in rows), default=0)):
         there = [number for number, row in enumerate(rows) if index < len(row.tokens)]
-        for unknown in (True, False):
-            some = [number for number in there if (rows[number].drawn is not None) == unknown]
+        for unknown, adapted in product((True, False), (False, True)):
+            some = [number for number in there if (rows[number].drawn is not None) == unknown
+                    and bool(rows[number].adapter) == adapted]
             for start in range(0, len(some), FEW_ROWS):
                 yield _pass(rows, some[start:start + FEW_ROWS], index, firsts)
 

@@ -15,6 +15,8 @@ from deltic.cache.tensors import PoolOptions, delta_log_bytes, frame_layout, pag
 from deltic.config import EngineConfig, ModelConfig, available_memory, shard_config
 from deltic.config.engine import GPU_TOKEN_BUDGET, option_defaults
 from deltic.errors import ConfigError
+from deltic.ops import mlx
+from deltic.ops.capabilities import device_capabilities, device_kind
 from deltic.ops.cuda.quantized_moe import scratch_bytes
 from deltic.ops.kv import FP8, INT4
 from deltic.ops.memory import empty_cache
@@ -75,7 +77,9 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     count = options.shards
     own = shard_config(config, count)
     logs = count * delta_log_bytes(own, dtype) if drafts or defers else 0
-    layout = frame_layout(own, dtype, PoolOptions(0, head, kv=kv, state=state))
+    layout = None
+    if device_capabilities(options.device).frames:
+        layout = frame_layout(own, dtype, PoolOptions(0, head, kv=kv, state=state))
     # the first of several GPUs has the logits, and the others no more room than it
     logits = 4 * config.vocab_size * (count if options.on_gpu else 1)
     needs = MemoryNeeds(count * page_bytes(own, kv or dtype, head), count * slot_bytes(own, dtype, head, state),
@@ -272,7 +276,10 @@ def working_bytes(config: ModelConfig, tokens: int, unpacks: bool = False, conte
 
 def free_memory(device: str) -> int:
     """Bytes that can still be allocated on a device."""
-    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else available_memory()
+    kind = device_kind(device)
+    if kind == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(available_memory(), mlx.working_set()) if kind == "mlx" else available_memory()
 
 
 def keep_freed_memory() -> None:

@@ -38,6 +38,8 @@ from deltic.ops.cuda.mtp import draft_heads
 from deltic.ops.cuda.sample import sample_parts
 from deltic.ops.cuda.tensor_parallel import ShardedLogits, ShardedStep
 from deltic.ops.memory import is_shortage
+from deltic.ops.torch import OPS as TORCH
+from deltic.ops.torch.adapters import adapted_weights
 from deltic.ops.types import Batch, CacheViews, PreparesPrompts, Sampled, Sampling
 from deltic.params import PAGE, Auto, Mtp
 from deltic.runner.cuda_graphs import CudaGraphs, draft_buckets, recorded_buckets
@@ -101,6 +103,10 @@ class Model(Protocol):
 
 
 log = logging.getLogger("deltic")
+
+_WITHOUT_WEIGHTS = {"add_norm", "rope", "embed", "sample", "copy_slots", "copy_pages", "flush_delta_log", "pack",
+                    "step", "mtp_step", "store_kv", "vision"}
+"""Ops that adapters do not change."""
 
 
 def select_ops(options: EngineConfig, threads: int) -> Ops:
@@ -397,14 +403,27 @@ class ModelRunner:
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Returns logits, and the hidden states of all tokens if the batch asks for them."""
         observer = self._observer()
-        found = self.step(batch) if self.step is not None and observer is None else None
+        native = self.step is not None and observer is None and not (batch.adapters and self.options.on_gpu)
+        found = self.step(batch) if self.step is not None and native else None
         if found is not None:
             return found
         assert not isinstance(self.step, ShardedStep), "several GPUs do not serve such a batch"
         self.pools.wait()
-        hidden = self.decoder.forward(batch, *self.shard_views, observe=observer)
-        logits = self.decoder.logits(hidden[batch.logit_tokens] if batch.layout.hidden else hidden)
+        decoder = self.decoder
+        if batch.adapters:
+            decoder = replace(decoder, ops=TORCH, weights=adapted_weights(decoder.weights, batch))
+        hidden = decoder.forward(batch, *self.shard_views, observe=observer)
+        logits = decoder.logits(hidden[batch.logit_tokens] if batch.layout.hidden else hidden)
         return logits, hidden if batch.layout.hidden else None
+
+    @property
+    def not_adapted(self) -> str | None:
+        """The reason why steps on a CPU cannot add the terms of adapters; None if they can: with the kernels for whole
+        steps, or with the torch ops alone, so that the tokens without adapters are computed as always."""
+        plain = {name for name, backend in explain(self.ops).items() if not backend.startswith("torch")}
+        if self.step is not None or plain <= _WITHOUT_WEIGHTS:
+            return None
+        return f"its layers are computed one by one ({', '.join(sorted(plain))}), so leave out `ops` and state_dtype"
 
     def _observer(self) -> Observer | None:
         if not self.options.debug_layers and not self.hooks:

@@ -35,6 +35,9 @@ def prompt_plans(budget: int, max_context: int, max_batch: int, few: bool = Fals
         yield _plan([(0, size)], page)
     if few:
         return
+    for size in (most, most - most // 32):  # steps of smaller sizes have split the blocks of the first one
+        if size > 1:
+            yield _plan([(0, size)], page)
     for size in (256, most):
         if 16 <= size <= most:
             yield _plan([(0, size // 4)] * 4, page)

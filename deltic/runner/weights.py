@@ -4,12 +4,12 @@ at load."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from deltic.cache.offload.identity import FileMark, Identity, ModelIdentity, mac
 from deltic.config import DTYPE_BYTES, DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.families import FAMILIES
 from deltic.errors import ConfigError, ModelError
+from deltic.loader.formats.fp8 import FLOAT8, Float8
+from deltic.loader.gguf.affine import affine_rows
+from deltic.loader.gguf.blocks import BY_NAME, BlockType
 from deltic.loader.gguf.load import (
     down_units,
     is_quantized,
@@ -28,15 +31,16 @@ from deltic.loader.gguf.load import (
 )
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.model_files import ModelFiles
-from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, tensor_dtype
+from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, is_stack, packed_parts, tensor_dtype
 from deltic.loader.quantize import FP8, STORED, quantize_parts, quantize_tower, quantized_bytes, quantized_units
-from deltic.loader.safetensors import Float8, Progress
+from deltic.loader.safetensors import KeptForms, Progress
+from deltic.loader.tensors import Source
 from deltic.loader.vision import expected_tower
 from deltic.model.draft_vocabulary import Tokens, draftable
-from deltic.model.tensor_parallel import WeightSplitter, check_degree
+from deltic.model.tensor_parallel import WeightSplitter, check_degree, splits
 from deltic.model.vision_tower import build_tower
-from deltic.ops import Ops
-from deltic.ops.capabilities import verifies_drafts
+from deltic.ops import Ops, select
+from deltic.ops.capabilities import device_kind, verifies_drafts
 from deltic.ops.cpu import missing
 from deltic.ops.cuda import quantized
 from deltic.ops.cuda.expert_offload import PinnedExpertStore, pinned_form
@@ -44,6 +48,7 @@ from deltic.ops.cuda.layer_offload import host_layer_form
 from deltic.ops.cuda.quantized_moe import knows_packed
 from deltic.ops.parts import Split
 from deltic.ops.quantized import PackedForm, host_form
+from deltic.ops.slices import slice_unit
 from deltic.ops.types import Weight
 from deltic.params import Auto, Draft, Mtp
 from deltic.runner.expert_offload import beside_card, check_experts, plain_store
@@ -96,7 +101,9 @@ class WeightReader:
         check_packed(files, options, drafts)
         self.packed = files is not None and keeps_packed(files, options, dtype)
         self.tiled = self.packed and not FAMILIES[source.config.architecture].gguf_grouped
-        self._scheme = STORED if files and keeps_float8(files, options, dtype) else options.quant
+        self._float8 = files is not None and keeps_float8(files, options, dtype)
+        self._stored = stored_types(files, options, dtype) if files else {}
+        self._scheme = STORED if self._float8 or self._stored else options.quant
         quantizes = self._scheme != "none"
         self._quantizes = quantizes and not (drafts and self.packed)
         check_degree(source.config, options.shards, self.packed or quantizes, self.tiled)
@@ -106,7 +113,7 @@ class WeightReader:
         in_files = files if files and not files.weights else None
         check_experts(in_files, source.config, options, dtype, self.packed or quantizes)
         self._here = beside_card(options) or not options.offloads_experts
-        self._forms = [packed_form(options, device) for device in options.devices]
+        self._forms = forms_of(options, dtype)
         self._units = self._slice_units() if options.shards > 1 else {}
         self._split = WeightSplitter(source.config, options.shards, self.tiled, self._units, bool(options.on_gpu)).over(
             options.devices)
@@ -116,6 +123,9 @@ class WeightReader:
         files = self.source.files
         if files and files.gguf and self.packed:
             return packed_sizes(files.gguf, self.source.config, quantized.packed_bytes)
+        if files and self._scheme == STORED:
+            float8 = files.float8_names() if self._float8 else set[str]()
+            return _stored_sizes(self.source.config, self.dtype, float8, self._stored, True)
         return weight_sizes(self.source.config, self.dtype, self._scheme)
 
     def shard_bytes(self) -> int:
@@ -166,11 +176,21 @@ class WeightReader:
             return files.load_packed(self._forms, self._split, self._progress, self._here), None
         store = plain_store(config, options) if beside_card(options) and options.quant == "none" else None
         found: list[dict[str, Weight]] = [{} for _ in self._forms]
-        for device, name, tensor in self._plain():
-            assert isinstance(tensor, Tensor)
-            if not (store and store.take(name, tensor)):
+        for device, name, tensor in self._plain(pack=self._stored_form()):
+            assert not isinstance(tensor, Float8)
+            if not isinstance(tensor, Tensor):
+                found[device][name] = tensor
+            elif not (store and store.take(name, tensor)):
                 found[device][name] = self._forms[device].put(name, tensor)
         return found, store
+
+    def _stored_form(self) -> Callable[[str, Source], Weight | None] | None:
+        """Returns what reads weights that stay as they are stored in safetensors; None if none do."""
+        if device_kind(self.options.device) != "mlx" or self.options.packed_weights == "off":
+            return None
+        from deltic.runner.mlx_weights import StoredMatrices
+
+        return StoredMatrices(getattr(torch, self.dtype)).read
 
     def _placed_form(self, form: PackedForm, layers: LayerPlan) -> PackedForm:
         """Returns the form of a device's matrices, with another one for those that stay in host memory."""
@@ -228,26 +248,36 @@ class WeightReader:
             return None
         packs = not options.on_gpu and not missing()  # torch, which serves towers on a GPU, needs plain numbers
         form = host_form() if packs and options.packed_weights != "off" else None
-        weights, vision = files.load_tower(self.dtype, options.device, form), files.vision
+        weights, vision = files.load_tower(self.dtype, options.devices[0], form), files.vision
         if weights is None or vision is None:
             return None
         if packs and options.quant != "none":
             weights = quantize_tower(weights)
-        tower = build_tower(vision.tower, weights, self.ops, getattr(torch, self.dtype))
+        tower = build_tower(vision.tower, weights, self._tower_ops(), getattr(torch, self.dtype))
 
         def encode(pixels: Pixels) -> Generator[None, None, Tensor]:
-            patches = torch.from_numpy(patches_of(pixels, vision.pictures, vision.tower)).to(options.device)
+            patches = torch.from_numpy(patches_of(pixels, vision.pictures, vision.tower)).to(options.devices[0])
             return tower.encode(patches, [pixels.grid])
 
         return encode
 
-    def _plain(self, float8: bool = False) -> Iterator[tuple[int, str, Tensor | Float8]]:
-        """float8: weights that are stored in it stay."""
+    def _tower_ops(self) -> Ops:
+        """Returns the ops of the vision tower: those of the model, or of the CPU if the model's serve none."""
+        options = self.options
+        if device_kind(options.device) != "mlx":
+            return self.ops
+        return select((), "cpu", options.cpu_level, options.threads_for(self.source.config.parameter_count))
+
+    def _plain(self, float8: bool = False, pack: Callable[[str, Source], Weight | None] | None = None
+               ) -> Iterator[tuple[int, str, Any]]:
+        """float8: weights that are stored in it stay. Others do if the kernels multiply them. pack: as in
+        `read_parts`."""
         source = self.source
         if source.random:
             return self._split.cut(source.random.tensors(source.config, self.dtype, self.options.devices[0]))
         assert source.files
-        return source.files.parts(self.dtype, self._split, self._progress, self._here, float8)
+        return source.files.parts(self.dtype, self._split, self._progress, self._here,
+                                  KeptForms(float8, self._stored, pack))
 
     def _slice_units(self) -> dict[str, int]:
         """Returns the columns that slices of each packed `down` of a feed-forward are multiples of."""
@@ -256,7 +286,10 @@ class WeightReader:
             return down_units(plan_gguf(files.gguf, config), form)
         found = quantized_units(config, self._scheme, form) if self._quantizes else {}
         if files and self._scheme == STORED:
-            return {name: found[name] for name in found.keys() & files.float8_names()}
+            found = {name: found[name] for name in found.keys() & files.float8_names()} if self._float8 else {}
+            shapes = expected_tensors(config)
+            found |= {name: slice_unit(type.name, shapes[name][-1]) for name, type in self._stored.items()
+                      if name.endswith(".down_proj.weight") and not is_stack(name)}
         return found
 
     def _quantize(self) -> list[dict[str, Weight]]:
@@ -273,7 +306,8 @@ class WeightReader:
         stored = self._packed_file()
         found = stored.read() if stored else None
         if found is None:
-            found = quantize_parts(self._plain(self._scheme in (FP8, STORED)), self._scheme, config, self._forms)
+            float8 = self._float8 or self._scheme == FP8
+            found = quantize_parts(self._plain(float8), self._scheme, config, self._forms)
             if stored:
                 stored.write(found)
         return found
@@ -327,6 +361,15 @@ def largest_part(sizes: Mapping[str, int], config: ModelConfig, split: Split) ->
     return max(found)
 
 
+def forms_of(options: EngineConfig, dtype: DType) -> list[PackedForm]:
+    """Returns the form of quantized matrices on each device. dtype: of activations."""
+    if device_kind(options.device) == "mlx":
+        from deltic.ops.mlx.quantized import packed_form as mlx_form
+
+        return [mlx_form(getattr(torch, dtype), affine_rows)]
+    return [packed_form(options, device) for device in options.devices]
+
+
 def packed_form(options: EngineConfig, device: str) -> PackedForm:
     """Returns the form of quantized matrices that the kernels of one of the devices read."""
     if not options.on_gpu:
@@ -338,6 +381,8 @@ def packed_form(options: EngineConfig, device: str) -> PackedForm:
 
 def not_packed(options: EngineConfig, config: ModelConfig, dtype: DType) -> str | None:
     """Returns the reason why matrices cannot stay quantized; None if they can."""
+    if device_kind(options.device) == "mlx":
+        return None
     if not options.on_gpu:
         return missing().get("step")
     if dtype != "bfloat16":
@@ -361,7 +406,7 @@ def keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool
         return False
     config, on = files.config, options.packed_weights == "on"
     reason = not_packed(options, config, dtype)
-    form = packed_form(options, options.device)
+    form = forms_of(options, dtype)[0]
     if reason is None and options.on_gpu and (types := unserved_experts(files.gguf, form)):
         reason = f"on a GPU the kernels know no experts of type {', '.join(types)}"
     if reason and on:
@@ -384,6 +429,64 @@ def keeps_float8(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool
     if not options.on_gpu or options.quant != "none" or options.packed_weights == "off" or options.offloads_experts:
         return False
     return (not not_packed(options, files.config, dtype) and not _kernels_missing(options) and files.has_float8)
+
+
+def stays_packed(files: ModelFiles, options: EngineConfig, dtype: DType, storage: str, columns: int) -> bool:
+    """True if a matrix stays as it is stored. storage: its GGUF type, or the name of its format."""
+    if files.gguf is None:
+        return storage == FLOAT8 and keeps_float8(files, options, dtype)
+    kind = BY_NAME.get(storage)
+    if kind is None or kind.weights == 1 or not keeps_packed(files, options, dtype):
+        return False
+    return packed_form(options, options.device).serves(storage, columns)
+
+
+def served_sizes(files: ModelFiles, options: EngineConfig, dtype: DType) -> dict[str, int]:
+    """Returns the bytes of the text model's weights in memory, by name."""
+    config, on_gpu = files.config, bool(options.on_gpu)
+    if files.gguf and keeps_packed(files, options, dtype):
+        return packed_sizes(files.gguf, config, quantized.packed_bytes if on_gpu else _bytes_in_file)
+    plain = weight_sizes(config, dtype, "none")
+    float8 = files.float8_names() if keeps_float8(files, options, dtype) else set[str]()
+    stored = stored_types(files, options, dtype)
+    if float8 or stored:
+        return _stored_sizes(config, dtype, float8, stored, on_gpu)
+    if options.quant == "none":
+        return plain
+    return quantized_bytes(config, options.quant, plain, quantized.packed_bytes if on_gpu else None)
+
+
+def _stored_sizes(config: ModelConfig, dtype: DType, float8: Collection[str], stored: Mapping[str, BlockType],
+                  on_gpu: bool) -> dict[str, int]:
+    """Returns the bytes of weights of which some stay as they are stored. float8: names of those in float8. stored: the
+    types of those in blocks."""
+    shapes, kept = expected_tensors(config), {part for name in float8 for part in packed_parts(name) or (name,)}
+    found, sizes = weight_sizes(config, dtype, "none"), weight_sizes(config, dtype, STORED)
+    found |= {name: sizes[name] for name in sizes.keys() & kept}
+    for name in shapes.keys() & stored.keys():
+        *matrices, columns = shapes[name]
+        rows, type = prod(matrices), stored[name]
+        packed = quantized.packed_bytes(type.name, rows, columns) if on_gpu else type.size(rows * columns)
+        found[name] = packed or found[name]
+    return found
+
+
+def _bytes_in_file(type: str, rows: int, columns: int) -> int:
+    return BY_NAME[type].size(rows * columns)
+def stored_types(files: ModelFiles, options: EngineConfig, dtype: DType) -> dict[str, BlockType]:
+    """Returns the types of the blocks of weights that stay as they are stored in safetensors, by canonical name: those
+    that the kernels multiply."""
+    if options.quant != "none" or options.packed_weights == "off" or options.offloads_experts:
+        return {}
+    if files.gguf is not None or device_kind(options.device) == "mlx":
+        return {}
+    if dtype == "float32":  # which asks for products that are not rounded
+        return {}
+    if not_packed(options, files.config, dtype) or (options.on_gpu and _kernels_missing(options)):
+        return {}
+    if not splits(files.config, options.shards, packed=True):
+        return {}
+    return files.block_types(packed_form(options, options.device))
 
 
 def check_packed(files: ModelFiles | None, options: EngineConfig, drafts: bool) -> None:

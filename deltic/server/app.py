@@ -25,7 +25,18 @@ from deltic.cache.offload.state_stores import StateDirectory
 from deltic.config import Limits
 from deltic.errors import ConfigError
 from deltic.llm import LLM
-from deltic.server import anthropic, embeddings, model_routes, ollama, openai, operations, page, responses, states
+from deltic.server import (
+    adapters,
+    anthropic,
+    embeddings,
+    model_routes,
+    ollama,
+    openai,
+    operations,
+    page,
+    responses,
+    states,
+)
 from deltic.server.async_engine import STUCK_AFTER
 from deltic.server.body import BodyReader
 from deltic.server.embeddings import EmbeddingService, Services
@@ -60,12 +71,13 @@ class AppOptions(TypedDict, total=False):
     request_log: RequestLog | None
     encoders: Sequence[EmbeddingService]
     state_dir: str | Path | None
+    lora_dir: str | Path | None
 
 
 _DEFAULTS: Final[AppOptions] = {
     "served_name": None, "api_keys": MappingProxyType({}), "share_prefix_cache": False, "cors_origins": (),
     "allowed_hosts": ("*",), "stuck_after": STUCK_AFTER, "lenient": False, "request_log": None, "encoders": (),
-    "state_dir": None}
+    "state_dir": None, "lora_dir": None}
 
 
 def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
@@ -77,6 +89,7 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     without progress after which /health fails. lenient: ignore fields that would be refused. request_log: gets a line
     for each request, and is closed at the end. encoders: models of vectors and scores.
     state_dir: a directory in which clients may save prefixes, and from which they load them.
+    lora_dir: a directory below which clients may name adapters to load.
     Limits of connections are enforced by `serve`. ConfigError if the options do not fit together.
     """
     given = _with_defaults(options)
@@ -94,6 +107,7 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
         engine, store = registry.keep(llm).engine, ResponseStore(limits, llm.runtime.notes)
     routes = [*openai.routes(registry, check), *responses.routes(registry, store, check),
               *states.routes(registry, store, _state_directory(given), check),
+              *adapters.routes(registry, _adapter_directory(given), check),
               *anthropic.routes(registry, check), *ollama.routes(registry, services, reader, check),
               *model_routes.routes(registry, services, check), *embeddings.routes(services, check),
               *operations.routes(registry, services, records, log, check), *page.routes()]
@@ -152,6 +166,16 @@ def _state_directory(options: AppOptions) -> Path | None:
     found = StateDirectory(Path(options["state_dir"]).absolute())
     found.create()
     return found.root
+
+
+def _adapter_directory(options: AppOptions) -> Path | None:
+    """Returns the directory of adapters. Raises ConfigError if there is none."""
+    if options["lora_dir"] is None:
+        return None
+    found = Path(options["lora_dir"]).resolve()
+    if not found.is_dir():
+        raise ConfigError(f"lora_dir: {found} is no directory", "lora_dir")
+    return found
 
 
 def _check_of(options: AppOptions) -> Check:

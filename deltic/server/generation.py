@@ -23,7 +23,7 @@ from deltic.config import Limits
 from deltic.engine.fair_executor import FairExecutor
 from deltic.errors import GenerationError, RequestError
 from deltic.llm import LLM
-from deltic.params import EngineRequest, Event, Lineage, SamplingParams, Usage
+from deltic.params import EngineRequest, Event, Lineage, LoadedAdapter, SamplingParams, Usage
 from deltic.server.async_engine import AsyncEngine, RequestHandle
 from deltic.server.content import DocumentTexts, TextOf
 from deltic.server.fields import renamed, sent_name
@@ -205,6 +205,8 @@ class ServedModel:
     """False if its prompts may be longer than the context: they are only counted, or truncated."""
     owner: str | None = None
     """The owner of its API key."""
+    adapter: LoadedAdapter | None = None
+    """Computes its answers."""
 
     @property
     def limits(self) -> Limits:
@@ -240,7 +242,7 @@ class ServedModel:
         may fork the answers."""
         record = record_of(request)
         self.records.take(record, sum(each.request.choices for each in prepared))
-        prepared = [_charged(each, record) for each in prepared]
+        prepared = [_charged(each, record, self.adapter) for each in prepared]
         try:
             with renamed(names):
                 await while_connected(request.receive, _compile(record, prepared))
@@ -287,12 +289,12 @@ class ServedModel:
         return self.tokenizer.decode(prompt, skip_special=False) if self._has_words else ""
 
 
-def _charged(prepared: PreparedRequest, record: RequestRecord) -> PreparedRequest:
+def _charged(prepared: PreparedRequest, record: RequestRecord, adapter: LoadedAdapter | None) -> PreparedRequest:
     """The request, charged to a client, with the owner of the key in its salt and in the names of sessions."""
     salt = salt_of(record.prefix_owner, prepared.request.cache_salt)
     name, parent = (each and f"{record.owner} {salt} {each}" for each in (record.lineage.name, record.lineage.parent))
     lineage = Lineage(name, parent, prepared.request.lineage.forks)
-    request = replace(prepared.request, client=record.client_id, cache_salt=salt, lineage=lineage)
+    request = replace(prepared.request, client=record.client_id, cache_salt=salt, lineage=lineage, adapter=adapter)
     return replace(prepared, request=request)
 
 

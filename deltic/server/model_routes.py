@@ -138,7 +138,8 @@ class _ModelEndpoints:
 def _openai(entry: ModelEntry) -> Json:
     return {"id": entry.name, "object": "model", "created": entry.created, "owned_by": "deltic",
             "max_model_len": entry.context, "loaded": entry.loaded,
-            "modalities": None if entry.sees is None else {"vision": entry.sees}}
+            "modalities": None if entry.sees is None else {"vision": entry.sees},
+            **({"parent": entry.parent} if entry.parent else {})}
 
 
 def _codex_catalogue(entries: list[ModelEntry]) -> list[dict[str, Any]]:

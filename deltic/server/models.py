@@ -24,6 +24,7 @@ from deltic.config import Limits
 from deltic.engine.fair_executor import FairExecutor
 from deltic.errors import BusyError, ConfigError, DelticError, RequestError, UnavailableError, show
 from deltic.llm import LLM
+from deltic.params import LoadedAdapter
 from deltic.server.async_engine import STUCK_AFTER, AsyncEngine, Health
 from deltic.server.body import BodyReader, Prepared
 from deltic.server.content import documents_in
@@ -117,6 +118,8 @@ class ModelEntry:
     context: int | None
     sees: bool | None
     loaded: bool
+    parent: str | None = None
+    """The model that an adapter changes."""
 
 
 class ModelRegistry:
@@ -155,13 +158,19 @@ class ModelRegistry:
         return ServedModel(llm, engine, name, FairExecutor(1, "deltic-memory"), self._records, forks=self.forks)
 
     def entries(self) -> list[ModelEntry]:
-        return [ModelEntry(entry.source.name, entry.created, entry.context, entry.sees, entry.served is not None)
-                for entry in self._entries.values()]
+        """Returns the models, and after each its adapters."""
+        found = list[ModelEntry]()
+        for entry in self._entries.values():
+            own = ModelEntry(entry.source.name, entry.created, entry.context, entry.sees, entry.served is not None)
+            adapters = entry.served.llm.adapters.entries() if entry.served else []
+            found += [own, *(replace(own, name=name, created=created, parent=own.name) for name, created in adapters)]
+        return found
 
     def entry(self, model: str) -> ModelEntry:
-        """Returns a model by its name. Status 404 if there is none."""
-        name = self._named(model).source.name
-        return next(entry for entry in self.entries() if entry.name == name)
+        """Returns a model or an adapter by its name. Status 404 if there is none."""
+        named, adapter = self._named(model)
+        wanted = (adapter.name, named.source.name) if adapter else (named.source.name, None)
+        return next(entry for entry in self.entries() if (entry.name, entry.parent) == wanted)
 
     async def read(self, request: Request, schema: type[Body], prepare: Callable[[ServedModel, Body], Prepared],
                    answers: bool = True) -> tuple[ServedModel, Body, Prepared]:
@@ -191,15 +200,17 @@ class ModelRegistry:
             return replace(served, pictures=error)  # raised where the client's name of the field is known
 
     async def _choose(self, record: RequestRecord, answers: bool, body: object) -> ServedModel:
-        entry = self._named(getattr(body, "model", None))
-        record.model, record.stream = entry.source.name, bool(getattr(body, "stream", False))
+        entry, adapter = self._named(getattr(body, "model", None))
+        record.model = f"{entry.source.name}:{adapter.name}" if adapter else entry.source.name
+        record.stream = bool(getattr(body, "stream", False))
         entry.users += 1
         record.release = partial(self._release, entry)
         served = entry.served or await self._load(entry)
         if record.answers and len(self._entries) > 1:
             served.engine.check_room(record.client_id)
         known = partial(served.documents.known, record.owner)
-        served = replace(served, owner=record.owner, bounded=answers, text_of=known)
+        served = replace(served, owner=record.owner, bounded=answers, text_of=known, name=record.model,
+                         adapter=adapter)
         notes = getattr(body, "notes", None)
         return await self._with_documents(record, served, body) if notes and notes.may_have_files else served
 
@@ -256,17 +267,28 @@ class ModelRegistry:
         self._document_readers.shutdown(False)
         self._thread.shutdown()
 
-    def _named(self, model: str | None) -> _RegisteredModel:
+    def _named(self, model: str | None) -> tuple[_RegisteredModel, LoadedAdapter | None]:
+        """Returns a model, and the adapter if the name is that of one, or of both: model:adapter."""
+        if entry := self._model(model):
+            return entry, None
+        name = (model or "").removesuffix(":latest")
+        base, _, last = name.rpartition(":")
+        for entry in self._entries.values():
+            adapters = entry.served.llm.adapters if entry.served else None
+            for wanted in (name, last) if base and self._model(base) is entry else (name,):
+                if adapters and wanted in adapters:
+                    return entry, adapters.find(wanted)
+        names = ", ".join(repr(entry.name) for entry in self.entries())
+        raise ProblemError(404, f"the model {show(model)} does not exist: this server has {names}", "model",
+                           "model_not_found")
+
+    def _model(self, model: str | None) -> _RegisteredModel | None:
         entries = [*self._entries.values()]
         for name in (model, (model or "").removesuffix(":latest")):  # as Ollama's clients write it
             for entry in entries:
                 if name == entry.source.name or name in entry.source.aliases:
                     return entry
-        if model in (None, "default"):
-            return entries[0]
-        names = ", ".join(map(repr, self._entries))
-        raise ProblemError(404, f"the model {show(model)} does not exist: this server has {names}", "model",
-                           "model_not_found")
+        return entries[0] if model in (None, "default") else None
 
     def _release(self, entry: _RegisteredModel) -> None:
         entry.users -= 1

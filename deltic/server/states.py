@@ -93,6 +93,8 @@ class _StateEndpoints:
         given = [name for name in _SOURCES if getattr(body, name) not in (None, [])]
         if len(given) != 1:
             raise RequestError(f"give one of {', '.join(_SOURCES)}, not {' and '.join(given) or 'none'}", "messages")
+        if served.adapter:
+            raise RequestError("states of adapters are not saved: name the base model", "model")
         if len(valid_text(body.name or "", "name")) > _LONGEST_NAME:
             raise RequestError(f"name may have at most {_LONGEST_NAME} characters", "name")
         if body.load is not None:

@@ -151,9 +151,14 @@ class SpeculationController:
             self._next = None
         return pending
 
+    def _apart(self) -> bool:
+        """True if rows with adapters are computed apart from the others: a device that verifies drafts in buckets has
+        none for such steps."""
+        return self._runtime.capabilities.verifies and any(sequence.adapter for sequence in self._scheduler.running)
+
     def _drafts_for(self, rows: int) -> bool:
         """True if a step of so many rows may have drafts."""
-        return self.drafter is not None and rows <= self._max_rows
+        return self.drafter is not None and rows <= self._max_rows and not self._apart()
 
     def draft_ahead(self, flight: InFlight) -> None:
         """Starts the drafts behind a step that was just launched, if the device can make them without the host."""

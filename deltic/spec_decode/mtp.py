@@ -15,6 +15,7 @@ from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.errors import RequestError
 from deltic.model.mtp_head import MtpHead
+from deltic.ops.torch.draft_head import hidden_before, keep_hidden, last_hidden
 from deltic.ops.types import (
     PAGE,
     Batch,
@@ -105,17 +106,8 @@ class MtpRunner:
         if self._step:
             self._last = hidden if self._step.last is None else self._step.last
             return self._step.follow(batch, hidden)
-        before = hidden.roll(1, 0)
-        firsts, ends = batch.starts[:-1], batch.starts[1:] - 1
-        before[firsts] = torch.where((batch.done > 0)[:, None], self._slots[batch.source], 0.0)
-        self._mtp.keep(batch.ids, before, batch, *self._views)
-        if batch.layout.checkpoints:
-            rows = batch.emit_row
-            self._slots[batch.emit_slot] = hidden[batch.starts[rows] + batch.emit_length - batch.done[rows] - 1]
-        targets = batch.target
-        if batch.layout.appends:
-            targets, ends = targets[~batch.append], ends[~batch.append]
-        self._slots[targets] = hidden[ends]
+        self._mtp.keep(batch.ids, hidden_before(self._slots, batch, hidden), batch, *self._views)
+        keep_hidden(self._slots, batch, hidden)
 
     def see(self, tokens: Iterable[int]) -> None:
         """Adds tokens to the vocabulary of a head with a shortened one."""
@@ -184,7 +176,7 @@ class MtpRunner:
             raise RequestError("the draft head of a model over several GPUs drafts for requests only: use tp=1", "tp")
         self.catch_up()
         if hidden is None:
-            hidden = torch.where((batch.done > 0)[:, None], self._slots[batch.source], 0.0)
+            hidden = last_hidden(self._slots, batch)
         return self._mtp.draft(batch.ids, hidden, batch, *self._views)
 
 

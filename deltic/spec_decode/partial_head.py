@@ -50,9 +50,10 @@ class HeadProposer:
         return [[] for _ in wants]
 
     def take_groups(self, wants: Wants) -> TokenGroups | None:
-        """Returns the groups of the next step; None if a mask or a forced token depends on drafts, or if there is no
-        part yet."""
-        if self.head.vocabulary is None or any(sequence.guide or sequence.constraint for sequence, _ in wants):
+        """Returns the groups of the next step; None if a mask or a forced token depends on drafts, if an adapter may
+        change the matrix, or if there is no part yet."""
+        asks = any(sequence.guide or sequence.constraint or sequence.adapter for sequence, _ in wants)
+        if self.head.vocabulary is None or asks:
             return None
         return TokenGroups(self, frozenset(sequence for sequence, _ in wants), max(count for _, count in wants))
 

@@ -9,7 +9,7 @@ use std::ptr::{null, null_mut};
 mod deltic {
     use std::ffi::{c_char, c_int, c_void};
 
-    pub const ABI: c_int = 17;
+    pub const ABI: c_int = 18;
     pub const F32: i64 = 0;
     pub const Q8_0: i64 = 8;
     pub const Q4_K: i64 = 12;
@@ -62,6 +62,10 @@ mod deltic {
         pub logit_tokens: *const i64,
         pub given_tokens: *const i64,
         pub given_rows: *const f32,
+        /// 0: no token has an adapter, and the next two are not read.
+        pub adapters: i64,
+        pub adapter: *const i64,
+        pub adapter_list: *const *const c_void,
     }
 
     #[repr(C)]
@@ -509,6 +513,9 @@ impl Engine {
             logit_tokens: wanted.as_ptr(),
             given_tokens: null(),
             given_rows: null(),
+            adapters: 0,
+            adapter: null(),
+            adapter_list: null(),
         };
         let mut logits = vec![0f32; count * VOCABULARY];
         let to = logits.as_mut_ptr();

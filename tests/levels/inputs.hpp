@@ -71,7 +71,8 @@ inline constexpr BlockType kTypes[] = {
     {DELTIC_Q5_1, 32, 24, {0, 2}},      {DELTIC_Q8_0, 32, 34, {0, -1}},     {DELTIC_IQ4_NL, 32, 18, {0, -1}},
     {DELTIC_MXFP4, 32, 17, {-1, -1}},   {DELTIC_Q2_K, 256, 84, {80, 82}},   {DELTIC_Q3_K, 256, 110, {108, -1}},
     {DELTIC_Q4_K, 256, 144, {0, 2}},    {DELTIC_Q5_K, 256, 176, {0, 2}},    {DELTIC_Q6_K, 256, 210, {208, -1}},
-    {DELTIC_IQ4_XS, 256, 136, {0, -1}},
+    {DELTIC_IQ4_XS, 256, 136, {0, -1}}, {DELTIC_NVFP4, 256, 148, {-1, -1}}, {DELTIC_INT4_32, 256, 160, {-1, -1}},
+    {DELTIC_INT4_64, 256, 144, {-1, -1}}, {DELTIC_INT4_128, 256, 136, {-1, -1}},
 };
 inline const BlockType &type_of(int64_t type) {
     for (const BlockType &known : kTypes)
@@ -92,6 +93,15 @@ inline void make_row(const BlockType &kind, int64_t columns, uint8_t *to) {
         }
         for (int64_t byte = 0; byte < kind.bytes; ++byte) to[byte] = uint8_t(draw() >> 56);
         if (kind.type == DELTIC_MXFP4) to[0] = uint8_t(115 + below(10));
+        if (kind.type == DELTIC_NVFP4) {
+            float factor = number(0.01f, 0.005f);
+            std::memcpy(to, &factor, 4);
+            for (int at = 4; at < 20; ++at) to[at] &= 0x7f;
+        }
+        for (int64_t word = 0; kind.type > DELTIC_NVFP4 && word < (kind.bytes - 128) / 4; ++word) {
+            to[4 * word] &= 15;
+            to[4 * word + 3] = uint8_t((draw() & 0x80) | 0x3a);  // scales from 2^-11 on
+        }
         for (int place : kind.scales) {
             if (place < 0) continue;
             uint16_t scale = uint16_t((draw() & 0x83ff) | (2 + below(4)) << 10);

@@ -85,7 +85,7 @@ Blocks = NDArray[Any]
 """Structured arrays of one of the LAYOUTS."""
 
 
-def _fields(packed: Bytes, bits: int, run: int) -> Bytes:
+def fields_of(packed: Bytes, bits: int, run: int) -> Bytes:
     """Unpacks fields of 1, 2 or 4 bits: [n, bytes] -> [n, bytes * 8 / bits].
 
     Of every `run` bytes, the lowest field of each byte comes first, then the next field of each, and so on.
@@ -117,7 +117,7 @@ def _bf16(b: Blocks) -> Floats:
 
 
 def _q5(b: Blocks) -> Bytes:
-    return _fields(b["qs"], 4, 16) | _fields(b["qh"], 1, 1) << np.uint8(4)
+    return fields_of(b["qs"], 4, 16) | fields_of(b["qh"], 1, 1) << np.uint8(4)
 
 
 def _plus(scale: Floats, q: Bytes, offset: Floats) -> Floats:
@@ -126,17 +126,17 @@ def _plus(scale: Floats, q: Bytes, offset: Floats) -> Floats:
 
 def _q2_k(b: Blocks) -> Floats:
     scales, minima = b["scales"] & np.uint8(15), b["scales"] >> np.uint8(4)
-    return _scaled(_float(b["d"])[:, None] * scales, _fields(b["qs"], 2, 32), _float(b["dmin"])[:, None] * minima)
+    return _scaled(_float(b["d"])[:, None] * scales, fields_of(b["qs"], 2, 32), _float(b["dmin"])[:, None] * minima)
 
 
 def _q3_k(b: Blocks) -> Floats:
     packed = b["scales"]
-    scales = _fields(packed[:, :8], 4, 8) | _fields(packed[:, 8:], 2, 4) << np.uint8(4)
-    q = _fields(b["qs"], 2, 32) | _fields(b["hmask"], 1, 32) << np.uint8(2)
+    scales = fields_of(packed[:, :8], 4, 8) | fields_of(packed[:, 8:], 2, 4) << np.uint8(4)
+    q = fields_of(b["qs"], 2, 32) | fields_of(b["hmask"], 1, 32) << np.uint8(2)
     return _scaled(_float(b["d"])[:, None] * _signed(scales, 32), _signed(q, 4))
 
 
-def _six_bits(packed: Bytes) -> tuple[Bytes, Bytes]:
+def six_bits(packed: Bytes) -> tuple[Bytes, Bytes]:
     """Unpacks scales and minima of Q4_K and Q5_K, 8 each, from 12 bytes.
 
     Bytes 0-3 and 4-7 hold the first four scales and minima in their low six bits; bytes 8-11 the low four bits of the
@@ -148,16 +148,16 @@ def _six_bits(packed: Bytes) -> tuple[Bytes, Bytes]:
 
 
 def _with_minima(b: Blocks, q: Bytes) -> Floats:
-    scales, minima = _six_bits(b["scales"])
+    scales, minima = six_bits(b["scales"])
     return _scaled(_float(b["d"])[:, None] * scales, q, _float(b["dmin"])[:, None] * minima)
 
 
 def _q5_k(b: Blocks) -> Floats:
-    return _with_minima(b, _fields(b["qs"], 4, 32) | _fields(b["qh"], 1, 32) << np.uint8(4))
+    return _with_minima(b, fields_of(b["qs"], 4, 32) | fields_of(b["qh"], 1, 32) << np.uint8(4))
 
 
 def _q6_k(b: Blocks) -> Floats:
-    q = _fields(b["ql"], 4, 64) | _fields(b["qh"], 2, 32) << np.uint8(4)
+    q = fields_of(b["ql"], 4, 64) | fields_of(b["qh"], 2, 32) << np.uint8(4)
     return _scaled(_float(b["d"])[:, None] * b["scales"], _signed(q, 32))
 
 
@@ -169,17 +169,17 @@ MXFP4_VALUES: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, 
 
 
 def _iq4_nl(b: Blocks) -> Floats:
-    return _scaled(_float(b["d"]), IQ4_VALUES[_fields(b["qs"], 4, 16)])
+    return _scaled(_float(b["d"]), IQ4_VALUES[fields_of(b["qs"], 4, 16)])
 
 
 def _iq4_xs(b: Blocks) -> Floats:
-    scales = _fields(b["scales_l"], 4, 1) | _fields(b["scales_h"], 2, 1) << np.uint8(4)
-    return _scaled(_float(b["d"])[:, None] * _signed(scales, 32), IQ4_VALUES[_fields(b["qs"], 4, 16)])
+    scales = fields_of(b["scales_l"], 4, 1) | fields_of(b["scales_h"], 2, 1) << np.uint8(4)
+    return _scaled(_float(b["d"])[:, None] * _signed(scales, 32), IQ4_VALUES[fields_of(b["qs"], 4, 16)])
 
 
 def _mxfp4(b: Blocks) -> Floats:
     """The scale is a power of two with bias 127, halved because the values are doubled."""
-    return _scaled(np.ldexp(np.float32(1), b["e"].astype(np.int32) - 128), MXFP4_VALUES[_fields(b["qs"], 4, 16)])
+    return _scaled(np.ldexp(np.float32(1), b["e"].astype(np.int32) - 128), MXFP4_VALUES[fields_of(b["qs"], 4, 16)])
 
 
 _READABLE: Final[Mapping[str, tuple[int, int, list[Any], Callable[[Blocks], Floats]]]] = {
@@ -187,9 +187,9 @@ _READABLE: Final[Mapping[str, tuple[int, int, list[Any], Callable[[Blocks], Floa
     "F16": (1, 1, [("x", "<f2")], lambda b: _float(b["x"])),
     "BF16": (30, 1, [("x", "<u2")], _bf16),
     "Q4_0": (2, 32, [("d", "<f2"), ("qs", "u1", 16)],
-             lambda b: _scaled(_float(b["d"]), _signed(_fields(b["qs"], 4, 16), 8))),
+             lambda b: _scaled(_float(b["d"]), _signed(fields_of(b["qs"], 4, 16), 8))),
     "Q4_1": (3, 32, [("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)],
-             lambda b: _plus(_float(b["d"]), _fields(b["qs"], 4, 16), _float(b["m"]))),
+             lambda b: _plus(_float(b["d"]), fields_of(b["qs"], 4, 16), _float(b["m"]))),
     "Q5_0": (6, 32, [("d", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)],
              lambda b: _scaled(_float(b["d"]), _signed(_q5(b), 16))),
     "Q5_1": (7, 32, [("d", "<f2"), ("m", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)],
@@ -198,7 +198,7 @@ _READABLE: Final[Mapping[str, tuple[int, int, list[Any], Callable[[Blocks], Floa
     "Q2_K": (10, 256, [("scales", "u1", 16), ("qs", "u1", 64), ("d", "<f2"), ("dmin", "<f2")], _q2_k),
     "Q3_K": (11, 256, [("hmask", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), ("d", "<f2")], _q3_k),
     "Q4_K": (12, 256, [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", 128)],
-             lambda b: _with_minima(b, _fields(b["qs"], 4, 32))),
+             lambda b: _with_minima(b, fields_of(b["qs"], 4, 32))),
     "Q5_K": (13, 256, [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)],
              _q5_k),
     "Q6_K": (14, 256, [("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<f2")], _q6_k),

@@ -22,13 +22,13 @@ import torch
 
 from deltic.config import DType, ModelConfig
 from deltic.errors import ModelError
-from deltic.loader.files import FLOAT8, Source
 from deltic.loader.gguf.blocks import BY_NAME, BlockType, Bytes
 from deltic.loader.gguf.load import GgufSource, plan_gguf, read_gguf
 from deltic.loader.gguf.names import PLAIN, ROPE_FACTORS, gguf_name
 from deltic.loader.gguf.quantize import quantize_in_pieces
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.gguf.write import NewTensor, config_to_gguf, generation_to_gguf, tokenizer_to_gguf, write_gguf
+from deltic.loader.lora_merge import LoraMerge
 from deltic.loader.model_files import ModelFiles
 from deltic.loader.names import (
     HEAD,
@@ -42,9 +42,10 @@ from deltic.loader.names import (
     tensor_dtype,
 )
 from deltic.loader.safetensors import TORCH_DTYPES, Progress, check_tied, plan_directory, read_stored
+from deltic.loader.tensors import Source
 
 _MAX_THREADS: Final = 8
-_STORED: Final[Mapping[str, DType]] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", FLOAT8: "float32"}
+_STORED: Final[Mapping[str, DType]] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _BLOCK: Final = re.compile(r"blk\.(\d+)\.(.+)\.weight")
 _SENSITIVE: Final = ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
 """Tensors that get more bits in some layers of a mixed file."""
@@ -114,7 +115,7 @@ def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path,
     file cannot be written.
     """
     config, kind = files.config, FILE_TYPES[type]
-    sources = [*_joined(_sources(files), config)]
+    sources = [*_joined(_merged(_sources(files), files.lora), config)]
     head = list(_head_sources(files)) if mtp != "none" else []
     config = replace(config, num_mtp_layers=1 if head else 0)
     if mtp == "same":
@@ -223,6 +224,16 @@ def _sources(files: ModelFiles) -> Iterator[_SourceTensor]:
             yield _SourceTensor(packed_parts(name) or (name,), partial(_read_directory, name, stored, config))
 
 
+def _merged(sources: Iterable[_SourceTensor], lora: LoraMerge | None) -> Iterator[_SourceTensor]:
+    """Yields the tensors with the terms of an adapter."""
+    for source in sources:
+        yield source if lora is None else replace(source, read=partial(_read_merged, source, lora))
+
+
+def _read_merged(source: _SourceTensor, lora: LoraMerge) -> dict[str, torch.Tensor]:
+    return {name: lora.apply(name, tensor) for name, tensor in source.read().items()}
+
+
 def _joined(sources: Iterable[_SourceTensor], config: ModelConfig) -> Iterator[_SourceTensor]:
     """Joins the tensors that are one in GGUF files of the family."""
     waiting = dict[str, list[_SourceTensor]]()
@@ -257,7 +268,7 @@ def _read_gguf(part: GgufSource, config: ModelConfig) -> dict[str, torch.Tensor]
 
 
 def _read_directory(name: str, stored: Source, config: ModelConfig) -> dict[str, torch.Tensor]:
-    dtype = TORCH_DTYPES[tensor_dtype(name, _STORED[stored.dtype])]
+    dtype = TORCH_DTYPES[tensor_dtype(name, _STORED.get(stored.dtype, "float32"))]
     tensor = read_stored(name, stored, dtype, torch.device("cpu"))
     return split_packed(name, tensor, config) if packed_parts(name) else {name: tensor}
 

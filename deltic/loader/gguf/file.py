@@ -122,13 +122,18 @@ def read_header(path: Path) -> Header:
     """
     try:
         with open_plain(path) as file:
-            cursor = _Cursor(file, path, path.stat().st_size)
-            tensors, keys = _read_counts(cursor)
-            metadata = dict(_read_metadata(cursor, keys))
-            entries = [_read_entry(cursor) for _ in range(tensors)]
+            return parse_header(path, path.stat().st_size, file)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    return Header(metadata, _check_places(path, cursor, _alignment(path, metadata), entries))
+
+
+def parse_header(path: Path, size: int, file: BinaryIO, whole: bool = True) -> Header:
+    """Like `read_header`, for an open file of `size` bytes. whole: False allows a file that ends before its tensors."""
+    cursor = _Cursor(file, path, size)
+    tensors, keys = _read_counts(cursor)
+    metadata = dict(_read_metadata(cursor, keys))
+    entries = [_read_entry(cursor) for _ in range(tensors)]
+    return Header(metadata, _check_places(path, cursor, _alignment(path, metadata), entries, whole))
 
 
 class _Cursor:
@@ -298,7 +303,8 @@ def _alignment(path: Path, metadata: Mapping[str, Any]) -> int:
     return value
 
 
-def _check_places(path: Path, cursor: _Cursor, alignment: int, entries: list[_TensorInfo]) -> tuple[GgufTensor, ...]:
+def _check_places(path: Path, cursor: _Cursor, alignment: int, entries: list[_TensorInfo], whole: bool
+                  ) -> tuple[GgufTensor, ...]:
     """Checks the tensors and sorts them by offset; gaps are allowed."""
     start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
@@ -309,7 +315,7 @@ def _check_places(path: Path, cursor: _Cursor, alignment: int, entries: list[_Te
         if entry.offset % alignment:
             raise cursor.error(f"tensor {entry.name!r} is at offset {entry.offset}, no multiple of general.alignment "
                                f"({alignment})")
-        if start + entry.offset + nbytes > cursor.size:
+        if whole and start + entry.offset + nbytes > cursor.size:
             raise cursor.error(f"tensor {entry.name!r} has {nbytes} bytes at {start + entry.offset}, but the file has "
                                f"{cursor.size}")
         tensors[entry.name] = GgufTensor(
@@ -342,15 +348,20 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
 
     @classmethod
-    def open(cls, path: str | Path) -> GgufFile:
+    def open(cls, path: str | Path, read: Callable[[Path], Header] = read_header,
+             exists: Callable[[Path], bool] = Path.is_file) -> GgufFile:
         """Opens a file, and the other parts if it is any part of a split model.
 
+        read, exists: how headers are read, and files found, that are not on this machine.
         Raises ModelError naming the file, and the key or tensor that is wrong, or the part that is absent.
         """
         given = Path(path)
-        header = read_header(given)
+        header = read(given)
         parts = _parts(given, header.metadata)
-        headers = [header if part == given else _part(part, given) for part in parts]
+        for part in parts:
+            if part != given and not exists(part):
+                raise ModelError(f"{part} is absent, a part of the model that {given.name} belongs to; {_REVISION}")
+        headers = [header if part == given else read(part) for part in parts]
         if len(parts) > 1:
             _check_parts(parts, headers)
         return cls(parts, headers[0].metadata, dict(_with_stacks(dict(_union(parts, headers)))))
@@ -368,12 +379,6 @@ def _parts(path: Path, metadata: Mapping[str, Any]) -> tuple[Path, ...]:
         raise ModelError(f"{path} is one of {count} parts of a model, but its name does not end in "
                          f"-0000N-of-{count:05d}.gguf; give the parts their original names")
     return tuple(path.with_name(f"{found[1]}-{number:05d}-of-{found[3]}.gguf") for number in range(1, count + 1))
-
-
-def _part(path: Path, given: Path) -> Header:
-    if not path.is_file():
-        raise ModelError(f"{path} is absent, a part of the model that {given.name} belongs to; {_REVISION}")
-    return read_header(path)
 
 
 def _check_parts(paths: tuple[Path, ...], headers: list[Header]) -> None:

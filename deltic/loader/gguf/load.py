@@ -76,8 +76,7 @@ def read_file_parts(file: GgufFile, config: ModelConfig, dtype: DType | Literal[
                     progress: Progress | None = None) -> Iterator[tuple[int, str, torch.Tensor]]:
     """Yields each device's part of the tensors of `read_file`: device, name, and tensor on the device."""
     kept: DType = config.dtype if dtype == "auto" else dtype
-    sources = list(plan_gguf(file, config))
-    _check_complete(file, config, expected_tensors(config), sources)
+    sources = complete_plan(file, config)
     total, done = sum(part.stored.nbytes for part in sources), 0
     for part in sources:
         yield from split.cut(read_gguf(part, config, kept))
@@ -102,8 +101,7 @@ def load_packed_parts(source: GgufFile, config: ModelConfig, forms: Sequence[Pac
     heads keep the file's order (`GdnSpec.tiled`), because reordering columns would cut blocks. Peak memory is near the
     size of the result. `progress` and errors as `read_file`.
     """
-    sources = list(plan_gguf(source, config))
-    _check_complete(source, config, expected_tensors(config), sources)
+    sources = complete_plan(source, config)
     sources = [part for part in sources if experts or not is_stack(part.target.names[0])]
     total = sum(part.stored.nbytes for part in sources)
     done = 0
@@ -318,6 +316,13 @@ def _floats(source: GgufSource, config: ModelConfig) -> Iterator[tuple[str, torc
 def plan_gguf(file: GgufFile, config: ModelConfig) -> Iterator[GgufSource]:
     """Locates the trunk's tensors in file order, and checks everything but the data."""
     return _plan(file, config, expected_tensors(config), mtp=False)
+
+
+def complete_plan(file: GgufFile, config: ModelConfig) -> list[GgufSource]:
+    """As `plan_gguf`. Raises ModelError if a tensor is missing."""
+    sources = list(plan_gguf(file, config))
+    _check_complete(file, config, expected_tensors(config), sources)
+    return sources
 
 
 def _plan(file: GgufFile, config: ModelConfig, expected: Mapping[str, Shape], mtp: bool) -> Iterator[GgufSource]:

@@ -75,6 +75,10 @@ class TensorForm:
         encoded, rows = self.encode(tensor, config), self.rows(len(tensor), config)
         return self._reorder(encoded, config, grouped=False) if rows is None else encoded[rows.argsort()]
 
+    def tiled(self, tensor: Tensor, config: ModelConfig) -> Tensor:
+        """Returns a tensor with the canonical tensor's axis of value heads in the file's order."""
+        return self._reorder(tensor, config, grouped=False)
+
     def shape(self, shape: Shape, config: ModelConfig) -> Shape:
         """Returns the shape in a GGUF file of a canonical tensor with `shape`."""
         if self.encode is _drop_row:

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from deltic.errors import ModelError
+from deltic.loader import four_bits
 from deltic.loader.gguf.blocks import BY_NAME, LAYOUTS, BlockType, Bytes, Floats, decode
 from deltic.ops.cpu.library import load
 from deltic.ops.quantized import PLAIN_TYPES
@@ -78,7 +79,7 @@ def _quantize_piece(name: str, type: BlockType, rows: torch.Tensor) -> Bytes:
 def _encode(values: Floats, type: BlockType) -> Bytes:
     """Quantizes without the compiled kernels."""
     fields = _ENCODERS[type.name](values.reshape(-1, type.weights))
-    blocks = np.empty(values.size // type.weights, LAYOUTS[type.name])
+    blocks = np.empty(values.size // type.weights, _LAYOUTS[type.name])
     for name, field in fields.items():
         blocks[name] = field
     return blocks.view(np.uint8).reshape(len(values), -1)
@@ -96,7 +97,7 @@ def _check_range(values: Floats, type: BlockType) -> None:
 
 
 def _pack(q: Bytes, bits: int, run: int) -> Bytes:
-    """Packs the low `bits` (1, 2 or 4) of every number: [n, count] -> [n, count * bits / 8]; see `blocks._fields`."""
+    """Packs the low `bits` (1, 2 or 4) of every number: [n, count] -> [n, count * bits / 8]; see `blocks.fields_of`."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     fields = (q & np.uint8((1 << bits) - 1)).reshape(len(q), -1, 8 // bits, run)
     return np.asarray(np.bitwise_or.reduce(fields << shifts, axis=2).reshape(len(q), -1))
@@ -183,7 +184,7 @@ def _in_units(parts: Floats, most: int) -> tuple[NDArray[np.float16], Bytes]:
 
 
 def _twelve_bytes(scales: Bytes, minima: Bytes) -> Bytes:
-    """Packs scales and minima of six bits, [n, 8] each, for `blocks._six_bits`."""
+    """Packs scales and minima of six bits, [n, 8] each, for `blocks.six_bits`."""
     four, six, low = np.uint8(4), np.uint8(6), np.uint8(15)
     tops = [part[:, :4] | part[:, 4:] >> four << six for part in (scales, minima)]
     return np.concatenate([*tops, scales[:, 4:] & low | (minima[:, 4:] & low) << four], axis=1)
@@ -268,4 +269,6 @@ _ENCODERS: Final[Mapping[str, Callable[[Floats], Fields]]] = {
     "Q4_K": partial(_with_minima, bits=4),
     "Q5_K": partial(_with_minima, bits=5),
     "Q6_K": _q6_k,
+    **four_bits.ENCODERS,
 }
+_LAYOUTS: Final = {**LAYOUTS, **four_bits.LAYOUTS}

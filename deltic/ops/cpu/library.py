@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deltic.errors import ConfigError
+from deltic.ops.adapters import PRODUCTS, Adapter, LowRanks
 from deltic.ops.kv import INT4
 from deltic.ops.memory import Arena
 from deltic.ops.quantized import PANEL
@@ -25,7 +26,7 @@ from deltic.ops.types import PAGE, RING, Batch
 
 Result = TypeVar("Result")
 
-_COMPILED = {"deltic_abi": 17, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL, "deltic_slices": SLICES}
+_COMPILED = {"deltic_abi": 18, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL, "deltic_slices": SLICES}
 """Constants that the library must return, so that both sides agree on layouts."""
 _NO_MEMORY, _READ_FAILED = -1, -3
 _ARM_LEVELS = ("portable", "dotprod", "i8mm")
@@ -51,6 +52,30 @@ class LinearWeight(Structure):
     _fields_ = (("count", c_int64), ("parts", MatrixStruct * 4), ("slices", c_int64), ("runs", c_int64))
 
 
+class LowRankStruct(Structure):
+    """`deltic_low_rank`."""
+
+    _fields_ = (*_members(c_void_p, "a b"), *_members(c_int64, "type rank columns first rows"))
+
+
+class LowRanksStruct(Structure):
+    """`deltic_low_ranks`."""
+
+    _fields_ = (("count", c_int64), ("parts", POINTER(LowRankStruct)))
+
+
+class AdapterLayerStruct(Structure):
+    """`deltic_adapter_layer`."""
+
+    _fields_ = (("products", LowRanksStruct * len(PRODUCTS)), ("experts", POINTER(LowRanksStruct)))
+
+
+class AdapterStruct(Structure):
+    """`deltic_adapter`."""
+
+    _fields_ = (("layers", POINTER(AdapterLayerStruct)), ("head", LowRanksStruct))
+
+
 class StepBatch(Structure):
     """`deltic_batch`."""
 
@@ -58,6 +83,7 @@ class StepBatch(Structure):
         *_members(c_int64, "rows tokens logits emits table given"),
         *_members(c_void_p, "ids positions starts done pages store source target base ring append emit_row emit_length "
                             "emit_slot logit_tokens given_tokens given_rows"),
+        ("adapters", c_int64), ("adapter", c_void_p), ("adapter_list", c_void_p),
     )
 
 
@@ -342,16 +368,45 @@ def step_batch(batch: Batch) -> Any:
     return made_once(batch.memo if batch.kept is None else batch.kept, step_batch, lambda: _struct(batch))[0]
 
 
-def _struct(batch: Batch) -> tuple[Any, StepBatch, list[Tensor]]:
+def _struct(batch: Batch) -> tuple[Any, StepBatch, list[Any]]:
     layout = batch.layout
     tensors = (batch.ids, batch.positions, batch.starts, batch.done, batch.pages, batch.store, batch.source,
                batch.target, batch.base, batch.delta_log, batch.append, batch.emit_row, batch.emit_length,
                batch.emit_slot, batch.logit_tokens)
     embeds = (batch.input_embeds.tokens, batch.input_embeds.rows) if batch.input_embeds else ()
-    borrowed = [tensor.contiguous() for tensor in (*tensors, *embeds)]
+    borrowed: list[Any] = [tensor.contiguous() for tensor in (*tensors, *embeds)]
     struct = StepBatch(layout.rows, layout.tokens, layout.logits, layout.checkpoints, batch.pages.shape[1],
                        len(embeds[0]) if embeds else 0, *(tensor.data_ptr() for tensor in borrowed))
+    if batch.adapters:
+        numbers, adapters = batch.adapters.numbers.contiguous(), batch.adapters.adapters
+        pointers = (c_void_p * len(adapters))(*(ctypes.addressof(_native_adapter(each)) for each in adapters))
+        struct.adapters, struct.adapter = len(adapters), address(numbers)
+        struct.adapter_list = ctypes.addressof(pointers)
+        borrowed += [numbers, adapters, pointers]
     return byref(struct), struct, borrowed
+
+
+def _native_adapter(adapter: Adapter) -> AdapterStruct:
+    """Returns the adapter's struct; made once. It borrows the adapter's tensors."""
+    made: AdapterStruct = made_once(adapter.kept, AdapterStruct, lambda: _adapter_struct(adapter))
+    return made
+
+
+def _adapter_struct(adapter: Adapter) -> AdapterStruct:
+    layers = (AdapterLayerStruct * len(adapter.layers))()
+    for struct, layer in zip(layers, adapter.layers, strict=True):
+        struct.products = (LowRanksStruct * len(PRODUCTS))(*(_low_ranks(layer.products.get(name, ()))
+                                                             for name in PRODUCTS))
+        if layer.experts:
+            both = [_low_ranks(ranks) for expert in layer.experts for ranks in expert]
+            struct.experts = (LowRanksStruct * len(both))(*both)
+    return AdapterStruct(layers, _low_ranks(adapter.head))
+
+
+def _low_ranks(ranks: LowRanks) -> LowRanksStruct:
+    parts = [LowRankStruct(address(part.a), address(part.panels), KINDS[part.a.dtype], *part.a.shape, part.first,
+                           part.rows) for part in ranks]
+    return LowRanksStruct(len(parts), (LowRankStruct * len(parts))(*parts) if parts else None)
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -17,6 +17,7 @@ from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda import prefill, quantized_product
 from deltic.ops.cuda.card import card_of
+from deltic.ops.cuda.cublas_rows import empty_rows, padded
 from deltic.ops.cuda.driver import load_module, why_not_compiled
 from deltic.ops.cuda.kernel_config import (
     ADD,
@@ -457,7 +458,7 @@ class DecodeStep:
         """Returns the inner activations [T, columns] bf16 of a feed-forward of many tokens."""
         both = self.linear(x, weights.gate_up)
         tokens, width = both.shape[0], both.shape[1] // 2
-        gated = both.new_empty(tokens, width)
+        gated = empty_rows(tokens, width, both.device)
         self._module.launch("k_gate", (-(-width // 2048), tokens), 256, args.GateArgs(x=both, y=gated, width=width))
         return gated
 
@@ -474,10 +475,11 @@ class DecodeStep:
     def linear(self, x: Tensor, weight: object, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Multiplies x [T, columns] bf16 with cuBLAS. A quantized weight is dequantized for the call, piece by piece.
         Returns [T, rows] in `dtype`."""
-        parts = self._shapes.parts.get(id(weight))
+        parts, tokens = self._shapes.parts.get(id(weight)), len(x)
+        x = padded(x)
         if not parts:
             assert isinstance(weight, Tensor)
-            return F.linear(x, weight) if dtype == x.dtype else torch.mm(x, weight.t(), out_dtype=dtype)
+            return (F.linear(x, weight) if dtype == x.dtype else torch.mm(x, weight.t(), out_dtype=dtype))[:tokens]
         first, total = 0, sum(part.rows for part in parts)
         found = x.new_empty(len(x), total, dtype=dtype)
         for rows, piece in quantized_product.pieces_of(parts):
@@ -487,7 +489,7 @@ class DecodeStep:
             else:
                 found[:, first:first + rows] = torch.mm(x, plain.t(), out_dtype=dtype)
             first += rows
-        return found
+        return found[:tokens]
 
     @cached_property
     def _scratch(self) -> Tensor | None:
@@ -507,7 +509,7 @@ class DecodeStep:
 
     def normed(self, residual: Tensor, delta: Tensor | None, scale: Tensor, wide: Tensor | None = None) -> Tensor:
         """Adds delta to the residual; returns the norm [T, H] bf16. wide [T, H] float32: receives the norm too."""
-        y = torch.empty_like(residual, dtype=torch.bfloat16)
+        y = empty_rows(len(residual), self.hidden, self._device)
         self._module.launch("k_add_norm", (y.shape[0],), 256, args.AddNormArgs(
             residual=residual, delta=delta, scale=scale, y=y, wide=wide, eps=self.decoder.eps, hidden=self.hidden))
         return y

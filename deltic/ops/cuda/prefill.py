@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.card import Card, card_of
+from deltic.ops.cuda.cublas_rows import PRODUCT_ROWS, padded_rows
 from deltic.ops.cuda.driver import Module, entry, headers, load_module
 from deltic.ops.cuda.kernel_config import Shapes, state_header
 from deltic.ops.cuda.staging import on_device
@@ -52,9 +53,6 @@ PREFIX_GRAIN = 1024
 each length."""
 _PREPARED = 4
 """Prefix pieces, in grains, and sides of squares behind them, for which kernels are built before the first request."""
-_PRODUCT_STEP, _LARGE_PRODUCT = 128, 2048
-"""cuBLAS chooses its kernel for a product by the number of tokens, and loads it at first use. A warm-up tries every
-multiple of _PRODUCT_STEP tokens up to _LARGE_PRODUCT, then of four times as many."""
 MOST_TOKENS = 65535
 """Tokens of a step: blocks of a grid's second axis."""
 _LINE, _STAGES = 72, 3
@@ -400,12 +398,11 @@ class PrefillStep:
         """As `PreparesPrompts`."""
         if self._attend and self._shapes.attention:
             self._attend.prepare(self._shapes.attention, self._device, most)
-        tokens = [*range(_PRODUCT_STEP, min(most, _LARGE_PRODUCT), _PRODUCT_STEP),
-                  *range(_LARGE_PRODUCT, most, 4 * _PRODUCT_STEP), most]
+        rows = padded_rows(most)
         for weight in self._products():
             blocks = weight if isinstance(weight, tuple) else (weight,)
-            x = torch.zeros(most, blocks[0].shape[1], dtype=torch.bfloat16, device=self._device)
-            for count in tokens:
+            x = torch.zeros(rows, blocks[0].shape[1], dtype=torch.bfloat16, device=self._device)
+            for count in range(PRODUCT_ROWS, rows + 1, PRODUCT_ROWS):
                 self._step.linear(x[:count], weight)
 
     def _products(self) -> Iterator[Weight]:
@@ -450,7 +447,7 @@ class PrefillStep:
             return torch.empty(shape, dtype=dtype, device=device)
 
         width = max(spec.values if spec else 1, attention.queries if attention else 1)
-        y = empty(batch.layout.tokens * width)
+        y = empty(padded_rows(batch.layout.tokens) * width)
         chunks = None
         if spec and plan.rows:
             count, heads = plan.count, plan.count * spec.value_heads

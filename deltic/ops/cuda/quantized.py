@@ -1,8 +1,9 @@
-"""Quantized weights on a GPU: tiles of 8 rows and 256 columns, made of GGUF or float8 blocks, and products with them.
+"""Quantized weights on a GPU: tiles of 8 rows and 256 columns, made of blocks, and products with them.
 
 Nothing is rounded: a tile has the codes and scales of its blocks in another order (kernels/packed.cuh). Lane l of a
 warp reads of row l // 4 two sets of 32 columns, which begin at l % 4 * 32 and 128 further on. float8 blocks are
-described in loader/safetensors.py. The tests pack tiles on a CPU, too.
+described in loader/formats/fp8.py, those of NVFP4 and INT4 in loader/four_bits.py, others are GGUF's. The tests pack
+tiles on a CPU, too.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Kind:
 
 KINDS: Final[Mapping[str, Kind]] = {
     "Q8_0": Kind(0, 2176, 272), "Q4_K": Kind(1, 1184, 144), "Q6_K": Kind(2, 1680, 210), "Q5_K": Kind(3, 1696, 176),
-    "BF16": Kind(4, 4096, 512), "FP8": Kind(5, 2112, 264)}
+    "BF16": Kind(4, 4096, 512), "FP8": Kind(5, 2112, 264), "MXFP4": Kind(6, 1088, 136), "NVFP4": Kind(7, 1184, 148),
+    "INT4_128": Kind(8, 1088, 136), "INT4_64": Kind(9, 1152, 144), "INT4_32": Kind(10, 1280, 160)}
 PLAIN_KINDS: Final = frozenset({"BF16", "FP8"})
 """Formats that are multiplied with a bfloat16 input."""
 _AS_BYTES: Final = ("Q4_0", "Q5_0", "IQ4_NL")
@@ -338,6 +340,69 @@ def _fp8(data: Tensor) -> Tensor:
     return _scaled(codes, data[..., 2048:].contiguous().view(torch.float32).unflatten(-1, (TILE_ROWS, 2)), 128)
 
 
+# 4 bits: codes of neighbouring columns in a byte
+
+_E2M1: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Doubled values of codes."""
+
+
+def _pairs(packed: Tensor) -> Tensor:
+    """Unpacks codes of neighbouring columns [rows, tiles, 128] -> [rows, columns]."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+
+
+def _float_words(codes: Tensor) -> Tensor:
+    """Packs codes [rows, columns]: a word has four of a lane's set 0, then four of set 1."""
+    lanes = _lanes(codes)
+    both = (lanes[..., ::2] | lanes[..., 1::2] << 4).transpose(4, 5)
+    return _words(_int32(both.flatten(5)))
+
+
+def _float_codes(data: Tensor) -> Tensor:
+    """Inverse of `_float_words`: doubled values [units, tiles, rows, 8 groups, 32]."""
+    both = _bytes(_unwords(data, 8)).unflatten(-1, (2, 2)).transpose(4, 5)
+    codes = _unlanes(torch.stack((both & 15, both >> 4), -1).flatten(5))
+    return torch.tensor(_E2M1, dtype=torch.float32, device=data.device)[codes.int()]
+
+
+def _pack_mxfp4(raw: Tensor) -> Tensor:
+    blocks = raw.unflatten(1, (-1, 17))
+    exponents = blocks[..., 0].reshape(len(raw), -1, 8)
+    return _join([_float_words(_fields(blocks[..., 1:], 4, 16).flatten(1)), _lane_scales(exponents)])
+
+
+def _mxfp4(data: Tensor) -> Tensor:
+    exponents = _group_scales(data[..., 1024:].unflatten(-1, (TILE_ROWS, 4, 2))).int()
+    # 2^(e - 128), also subnormal ones
+    halved = torch.where(exponents < 2, (exponents + 1) << 21, (exponents - 1) << 23)
+    return _scaled(_float_codes(data), halved.view(torch.float32))
+
+
+def _pack_nvfp4(raw: Tensor) -> Tensor:
+    blocks = raw.unflatten(1, (-1, 148))
+    return _join([_float_words(_pairs(blocks[..., 20:])), _lane_scales(blocks[..., 4:20]), _scales(blocks[..., :4])])
+
+
+def _nvfp4(data: Tensor) -> Tensor:
+    own = _group_scales(data[..., 1024:1152].unflatten(-1, (TILE_ROWS, 4, 4)))
+    factors = data[..., 1152:].contiguous().view(torch.float32)[..., None]
+    return _scaled(_float_codes(data), own.contiguous().view(torch.float8_e4m3fn).float() * 2.0**-8 * factors, 16)
+
+
+def _pack_int4(raw: Tensor, groups: int) -> Tensor:
+    blocks = raw.unflatten(1, (-1, 4 * groups + 128))
+    low, high = _lanes(_pairs(blocks[..., 4 * groups:])).unbind(4)
+    return _join([_words(_int32(low | high << 4)), _scales(blocks[..., :4 * groups])])
+
+
+def _int4(data: Tensor, groups: int) -> Tensor:
+    codes = _bytes(_unwords(data, 8))
+    words = data[..., 1024:].contiguous().view(torch.int32).unflatten(-1, (TILE_ROWS, groups))
+    numbers = _unlanes(torch.stack((codes & 15, codes >> 4), 4)).float().flatten(3).unflatten(3, (groups, -1))
+    found: Tensor = (numbers - (words & 255)[..., None]) * (words & ~255).view(torch.float32)[..., None]
+    return found
+
+
 def _halves(data: Tensor) -> Tensor:
     return data.contiguous().view(torch.float16).float()
 
@@ -364,6 +429,9 @@ def _numbers(type: str, data: Tensor, columns: int) -> Tensor:
 
 _PACK: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "Q8_0": _pack_q8_0, "Q4_K": _pack_q4_k, "Q6_K": _pack_q6_k, "Q5_K": _pack_q5_k, "BF16": _pack_bf16,
-    "FP8": _pack_fp8}
+    "FP8": _pack_fp8, "MXFP4": _pack_mxfp4, "NVFP4": _pack_nvfp4,
+    **{f"INT4_{256 // groups}": partial(_pack_int4, groups=groups) for groups in (2, 4, 8)}}
 _UNPACK: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
-    "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k, "Q5_K": _q5_k, "BF16": _bf16, "FP8": _fp8}
+    "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k, "Q5_K": _q5_k, "BF16": _bf16, "FP8": _fp8,
+    "MXFP4": _mxfp4, "NVFP4": _nvfp4,
+    **{f"INT4_{256 // groups}": partial(_int4, groups=groups) for groups in (2, 4, 8)}}

@@ -14,6 +14,8 @@ _ONE_TOKEN_BYTES, _COPY_BYTES = 93 << 10, 2304
 """Of a block with one token: its input and its ring, at most. Of a copy of several slices."""
 _LANES = 16
 """Copies of a short slot that are made at once, if a copy is of one slice."""
+_SLOT_BYTES = 8 << 10
+"""Weights of a slot, at least: the copying warp takes as long for a small slot as for a large one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,15 @@ class SliceShape:
     @property
     def joined(self) -> int:
         """Slices of a slot, and warps that multiply them."""
-        return self.span if self.span > 1 or not self.short else min(self.split.slices, _LANES // self.rows)
+        if self.span > 1:
+            return self.span
+        if self.short:
+            return min(self.split.slices, _LANES // self.rows)
+        count = 1
+        while 2 * count <= self.split.slices and 2 * count * self.rows <= 32 and (
+                count * self.rows * self.piece * 2 < _SLOT_BYTES):
+            count *= 2
+        return count
 
     @property
     def slot(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor
 from deltic.ops.quantized import QTensor
 from deltic.ops.reference import pointwise
 from deltic.ops.slices import SLICES, expert_slices, slice_products, tree_sum
+from deltic.ops.torch.adapters import AdaptedWeight
 from deltic.ops.types import Block, MlpWeights, MoeWeights, Rope, RopeSpec, Weight
 
 _PIECE: Final = 64
@@ -28,8 +30,10 @@ def pack(weight: Tensor, table: bool) -> Block:
     return packed
 
 
-def linear(x: Tensor, weight: Weight) -> Tensor:
+def linear(x: Tensor, weight: Weight | AdaptedWeight) -> Tensor:
     """x [T, in], weight [out, in] -> x weightᵀ [T, out]."""
+    if isinstance(weight, AdaptedWeight):
+        return weight.add(linear(x, weight.weight), x)
     if isinstance(weight, tuple):
         return torch.cat([linear(x, block) for block in weight], dim=-1)
     if isinstance(weight, QTensor):
@@ -67,8 +71,16 @@ def row_parallel(x: Tensor, weight: Weight, shards: int = 1, runs: int = 1) -> T
     one of several shards in float32."""
     if shards == 1 and x.device.type != "cpu":
         return linear(x, weight)  # torch serves no split models there
-    total = tree_sum(slice_products(_slice, x, weight, shards, runs))
+    total = tree_sum(_sliced(x, weight, shards, runs))
     return total.to(x.dtype) if shards == 1 else total
+
+
+def _sliced(x: Tensor, weight: Weight | AdaptedWeight, shards: int, runs: int = 1) -> list[Tensor]:
+    """Returns the products of all slices. Adapters add their terms to the first one."""
+    if not isinstance(weight, AdaptedWeight):
+        return slice_products(_slice, x, weight, shards, runs)
+    first, *others = slice_products(_slice, x, weight.weight, shards, runs)
+    return [weight.add(first, x), *others]
 
 
 def _slice(x: Tensor, weight: Block) -> Tensor:
@@ -117,14 +129,22 @@ def moe(x: Tensor, weights: MoeWeights) -> Tensor:
     for expert in chosen.unique().tolist():
         if 0 <= expert < len(weights.experts):
             token, place = (chosen == expert).nonzero(as_tuple=True)
-            passed[token, place] = linear(_gated(x[token], weights.experts[expert]), weights.experts[expert].down)
+            own = _of(weights.experts[expert], token)
+            passed[token, place] = linear(_gated(x[token], own), own.down)
     parts = _sum_slices(passed, shares, chosen, weights)
     if weights.shared is not None:
         gate = torch.sigmoid(logits[:, count:])
-        products = slice_products(_slice, _gated(x, weights.shared), weights.shared.down, weights.shards)
+        products = _sliced(_gated(x, weights.shared), weights.shared.down, weights.shards)
         parts = [part + gate * product for part, product in zip(parts, products, strict=True)]
     total = tree_sum(parts)
     return total.to(x.dtype) if weights.shards == 1 else total
+
+
+def _of(expert: MlpWeights, tokens: Tensor) -> MlpWeights:
+    """Returns an expert's weights for products of these tokens alone."""
+    parts: list[Any] = [part.of(tokens) if isinstance(part, AdaptedWeight) else part
+                        for part in (expert.gate_up, expert.down)]
+    return replace(expert, gate_up=parts[0], down=parts[1])
 
 
 def _sum_slices(passed: Tensor, shares: Tensor, chosen: Tensor, weights: MoeWeights) -> list[Tensor]:

@@ -9,8 +9,8 @@
 // columns (kAdd, kPart), the tiles of a slice are added from left to right, and the slices in pairs (sliced.cuh). Plain
 // kinds, those of bfloat16 and float8, are multiplied as bfloat16.
 
-enum { kQ8_0, kQ4_K, kQ6_K, kQ5_K, kBF16, kFP8 };
-#define EACH_KIND(f) f(kQ8_0) f(kQ4_K) f(kQ6_K) f(kQ5_K) f(kBF16) f(kFP8)
+enum { kQ8_0, kQ4_K, kQ6_K, kQ5_K, kBF16, kFP8, kMXFP4, kNVFP4, kINT4_128, kINT4_64, kINT4_32 };
+#define EACH_KIND(f) f(kQ8_0) f(kQ4_K) f(kQ6_K) f(kQ5_K) f(kBF16) f(kFP8) f(kMXFP4) f(kNVFP4) f(kINT4_128) f(kINT4_64) f(kINT4_32)
 constexpr int PLAIN_KINDS = 1 << kBF16 | 1 << kFP8;
 DEVICE constexpr bool is_plain(int kind) { return PLAIN_KINDS >> kind & 1; }
 // As what products with tiles of these kinds (bits) want their input.
@@ -37,7 +37,8 @@ DEVICE float small_byte_of(u32 w, int i) { return __uint_as_float(__byte_perm(w,
 
 // What a lane has of a tile: of row lane / 4 the groups of 32 columns j = lane % 4 and j + 4.
 // load: its codes and scales. codes: eight of set 0, group j, or 1, group j + 4: 8 i and on, a whole number in each byte.
-// SUMS: of a lane's columns, of each 32 or 16 in their order. scales: 32 bits for each lane, at SCALES.
+// SUMS: of a lane's columns, of each 32 or 16 in their order. s, d: the lane's scales. row_scales: those of a row, which lie
+// at SCALES; scale, unit: as s and d of its lane j.
 // part: their sum with scales and all, given the sums' `line`; MINIMA: it needs the sums of the numbers themselves.
 // QUADS: words that hold the codes, in fours; packed: the i-th word, quad: the codes of set `set` in the n-th quad of such.
 template <int KIND> struct Tile;
@@ -47,6 +48,10 @@ struct Whole {
     static constexpr bool MINIMA = false;
     static DEVICE int quad(int set, int n) { return set * 2 + n; }
     static DEVICE u32 codes_of(u32 word, int) { return word; }
+    using Scales = uint4;
+    static DEVICE Scales row_scales(const Shared &from, int row) { return from.four(row * 16); }
+    static DEVICE u32 scale(const Scales &s, int j) { return word(s, j); }
+    static DEVICE u32 unit(const Scales &, u32 own, int) { return own; }
 };
 
 template <> struct Tile<kQ8_0> : Whole {  // codes [4, lane, 16]; scales fp16 [lane, 2]
@@ -155,6 +160,119 @@ template <> struct Tile<kQ5_K> : Affine {  // codes as of kQ6_K
     }
     DEVICE float factor(int set, int) const { return half_of(d) * .25f * byte_of(s, set); }
 };
+// Codes of e2m1 numbers [2, lane, 16]: four of set 0 in the lower half of a word, as many of set 1 in the upper one. They are
+// multiplied as the doubled numbers.
+struct Floats4 : Whole {
+    static constexpr int QUADS = 2;
+    static constexpr bool SIGNED = true;
+    uint4 w[2];
+    u32 s, d;
+    template <class L> DEVICE void load_codes(const L &from, int lane) { w[0] = from.four(lane * 16), w[1] = from.four(512 + lane * 16); }
+    DEVICE void codes(int set, int i, u32 (&a)[2]) const {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) a[n] = codes_of(packed(i * 2 + n), set);
+    }
+    DEVICE u32 packed(int i) const { return word_of(w, i); }
+    static DEVICE int quad(int, int n) { return n; }
+    static DEVICE u32 codes_of(u32 word, int set) {
+        const u32 four = set ? word >> 16 : word;
+        return sizes(four) | ((0x80808080u - sizes(four ^ 0x8888u)) ^ 0x80808080u);  // those without a sign, and the others
+    }
+    // Of the lowest four codes, 0 where they have a sign: the instruction then copies the sign of a byte, and no byte has one.
+    static DEVICE u32 sizes(u32 codes) {
+        u32 r;
+        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(0x03020100u), "r"(0x0c080604u), "r"(codes));
+        return r;
+    }
+    DEVICE float less(int) const { return 0; }
+};
+template <> struct Tile<kMXFP4> : Floats4 {  // exponents of two, plus 127: bytes [lane, 2]
+    static constexpr int BYTES = 1024 + 64, SCALES = 1024, SUMS = 2;
+    template <class L> DEVICE void load(const L &from, int lane) { load_codes(from, lane), s = from.half(SCALES + lane * 2), d = 0; }
+    static DEVICE Scales row_scales(const Shared &from, int row) {
+        const u32 x = from.one(row * 8), y = from.one(row * 8 + 4);
+        return make_uint4(x & 0xffff, x >> 16, y & 0xffff, y >> 16);
+    }
+    // Half of the power, as the numbers are doubled.
+    static DEVICE float power(u32 s, int set) {
+        const u32 e = s >> 8 * set & 255;
+        return __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+    }
+    static DEVICE float part(u32 s, u32, const float (&sum)[2], const uint4 &line) {
+        return __fmul_rn(__uint_as_float(line.z), __fmaf_rn(power(s, 1), sum[1], __fmul_rn(power(s, 0), sum[0])));
+    }
+    DEVICE float factor(int set, int) const { return power(s, set); }
+};
+template <> struct Tile<kNVFP4> : Floats4 {  // e4m3 numbers of 16 columns: bytes [lane, 4]; 128 times their factors: float [8]
+    static constexpr int BYTES = 1024 + 128 + 32, SCALES = 1024, SUMS = 4;
+    template <class L> DEVICE void load(const L &from, int lane) {
+        load_codes(from, lane), s = from.one(SCALES + lane * 4), d = from.one(SCALES + 128 + (lane >> 2) * 4);
+    }
+    // 2^-8 times the i-th one: as fp16 has its bits.
+    static DEVICE float e4m3(u32 s, int i) { return half_of((i ? s >> (8 * i - 7) : s << 7) & 0x3f80u); }
+    static DEVICE float part(u32 s, u32 d, const float (&sum)[4], const uint4 &line) {
+        float v = __fmul_rn(e4m3(s, 0), sum[0]);
+#pragma unroll
+        for (int i = 1; i < 4; ++i) v = __fmaf_rn(e4m3(s, i), sum[i], v);
+        return __fmul_rn(__uint_as_float(line.z), __fmul_rn(__uint_as_float(d), v));
+    }
+    DEVICE float factor(int set, int i) const { return __uint_as_float(d) * e4m3(s, set * 2 + i / 2); }
+};
+// Codes as of kQ4_K, and words [8, GROUPS]: a float, and a zero point in its low byte.
+template <int GROUPS> struct RowScales {
+    using Type = uint4;
+};
+struct EightScales {
+    uint4 first, second;
+};
+template <> struct RowScales<8> {
+    using Type = EightScales;
+};
+DEVICE void forget(EightScales &v) { forget(v.first), forget(v.second); }
+template <int GROUPS> struct Integers4 : Whole {
+    static constexpr int BYTES = 1024 + 32 * GROUPS, SCALES = 1024, SUMS = 2, QUADS = 2;
+    static constexpr bool SIGNED = false, MINIMA = true;
+    using Scales = typename RowScales<GROUPS>::Type;
+    uint4 w[2];
+    u32 s, d;
+    template <class L> DEVICE void load(const L &from, int lane) {
+        w[0] = from.four(lane * 16), w[1] = from.four(512 + lane * 16);
+        const int own = SCALES + (lane >> 2) * 4 * GROUPS + (lane & 3) * GROUPS / 8 * 4;
+        s = from.one(own), d = from.one(own + 2 * GROUPS);
+    }
+    DEVICE void codes(int set, int i, u32 (&a)[2]) const {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) a[n] = codes_of(packed(i * 2 + n), set);
+    }
+    DEVICE u32 packed(int i) const { return word_of(w, i); }
+    static DEVICE int quad(int, int n) { return n; }
+    static DEVICE u32 codes_of(u32 word, int set) { return word & (set ? 0xf0f0f0f0u : 0x0f0f0f0fu); }
+    static DEVICE Scales row_scales(const Shared &from, int row) {
+        if constexpr (GROUPS == 8) return {from.four(row * 32), from.four(row * 32 + 16)};
+        else if constexpr (GROUPS == 4) return from.four(row * 16);
+        else return make_uint4(from.one(row * 8), from.one(row * 8 + 4), 0, 0);
+    }
+    static DEVICE u32 scale(const Scales &s, int j) {
+        if constexpr (GROUPS == 8) return word(s.first, j);
+        else return word(s, j * GROUPS / 8);
+    }
+    static DEVICE u32 unit(const Scales &s, u32, int j) {
+        if constexpr (GROUPS == 8) return word(s.second, j);
+        else return word(s, GROUPS / 2 + j * GROUPS / 8);
+    }
+    static DEVICE float number(u32 word) { return __uint_as_float(word & ~255u); }
+    // Sums without zero points are whole numbers of few enough bits; those of set 1 are 16 times as large.
+    static DEVICE float part(u32 s, u32 d, const float (&sum)[2], const uint4 &line) {
+        const float first = __fmaf_rn(-byte_of(s, 0), __uint_as_float(line.x), sum[0]);
+        const float second = __fmaf_rn(-16.f * byte_of(d, 0), __uint_as_float(line.y), sum[1]);
+        return __fmul_rn(__uint_as_float(line.z), __fmaf_rn(number(d) * .0625f, second, __fmul_rn(number(s), first)));
+    }
+    DEVICE float factor(int set, int) const { return set ? number(d) * .0625f : number(s); }
+    DEVICE float less(int set) const { return number(set ? d : s) * byte_of(set ? d : s, 0); }
+};
+template <> struct Tile<kINT4_128> : Integers4<2> {};
+template <> struct Tile<kINT4_64> : Integers4<4> {};
+template <> struct Tile<kINT4_32> : Integers4<8> {};
 // Plain kinds: of each group of 32 columns a lane has those from lane % 4 * 8 on. order: groups as they are multiplied, two
 // sums by turns; eight: of a group, as bfloat16; joined: both sums; factor: of a group, that eight lacks.
 template <> struct Tile<kBF16> {  // the numbers themselves [8 groups, lane, 8]
@@ -445,7 +563,8 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     // The same with all tokens, [T, 8], by the tensor cores: an instruction multiplies a group of both tiles with eight
     // columns, which are halves of so many tokens, or, of few tokens, both halves of four. scales: of the lane's row.
     template <int KIND>
-    DEVICE void multiply_many(const Tile<KIND> (&w)[HIGH], uint4 (&scales)[HIGH], int tile, float *to, int below) {
+    DEVICE void multiply_many(const Tile<KIND> (&w)[HIGH], typename Tile<KIND>::Scales (&scales)[HIGH], int tile, float *to,
+                              int below) {
         using Kind = Tile<KIND>;
         u32 q[HIGH][Kind::QUADS][4];  // of group j and the one four further on, of each 16 columns the lane's four
 #pragma unroll
@@ -499,7 +618,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
                         sums[i].x = __shfl_sync(~0u, tail.x, place(i, j)), sums[i].y = __shfl_sync(~0u, tail.y, place(i, j));
 #pragma unroll
                     for (int h = 0; h < HIGH; ++h) {
-                        const float part = Kind::part(word(scales[h], j), w[h].d, s[h][i], sums[i]);
+                        const float part = Kind::part(Kind::scale(scales[h], j), Kind::unit(scales[h], w[h].d, j), s[h][i], sums[i]);
                         pair[h][i] = j % 2 ? pair[h][i] + part : part;
                         if (j % 2) sum[h][i] = j == 1 ? pair[h][i] : sum[h][i] + pair[h][i];
                     }
@@ -583,10 +702,12 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         else {
             Tile<KIND> w[HIGH];
             load_tiles<KIND>(w);
-            uint4 scales[HIGH];
+            typename Tile<KIND>::Scales scales[HIGH];
 #pragma unroll
-            for (int n = 0; n < HIGH; ++n)
-                scales[n] = load_shared(at + (n * WARPS + own) * Tile<KIND>::BYTES + Tile<KIND>::SCALES + (lane >> 2) * 16);
+            for (int n = 0; n < HIGH; ++n) {
+                const u32 from = at + (n * WARPS + own) * Tile<KIND>::BYTES + Tile<KIND>::SCALES;
+                scales[n] = Tile<KIND>::row_scales(Shared{from}, lane >> 2);
+            }
             multiply_many<KIND>(w, scales, tile, to, below);
         }
     }

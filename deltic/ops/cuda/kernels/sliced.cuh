@@ -12,7 +12,7 @@
 // The shape of a slot. SLICES: of the device. RUNS: a slice has a range of columns in each of so many equal runs. SHORT:
 // slots are short, as the input of many tokens, or a small card, leaves little room.
 template <int K, int SLICES, int RUNS, int ROWS, bool SHORT> struct SliceShape {
-    static constexpr int UNIT = 16, RUN = K / RUNS, RANGE = slice_end(RUN / UNIT, SLICES, 0) * UNIT, COPY = 2304, LANES = 16;
+    static constexpr int UNIT = 16, RUN = K / RUNS, RANGE = slice_end(RUN / UNIT, SLICES, 0) * UNIT, COPY = 2304, LANES = 16, LEAST = 8 << 10;
     static_assert(RUN % UNIT == 0 && K % RUNS == 0);
     // otherwise the rings of 8 warps leave room for the input of a token
     static constexpr int FIT = (((93 << 10) - 2 * K) / (8 * ROWS) - 64) / 128 * 64, WIDEST = SHORT ? (ROWS < 8 ? 768 : 448) : FIT > 64 ? FIT : 64;
@@ -27,7 +27,14 @@ template <int K, int SLICES, int RUNS, int ROWS, bool SHORT> struct SliceShape {
     }
     static constexpr int SPAN = span();  // slices of a copy
     // slices of a slot, and warps of a team
-    static constexpr int JOINED = SPAN > 1 || !SHORT ? SPAN : SLICES < LANES / ROWS ? SLICES : LANES / ROWS;
+    static constexpr int joined() {
+        if (SPAN > 1) return SPAN;
+        if (SHORT) return SLICES < LANES / ROWS ? SLICES : LANES / ROWS;
+        int n = 1;
+        while (2 * n <= SLICES && 2 * n * ROWS <= 32 && n * ROWS * PIECE * 2 < LEAST) n *= 2;
+        return n;
+    }
+    static constexpr int JOINED = joined();
     // lines lie an odd number of 64 bytes apart, so that two of them are not in the same banks
     static constexpr int LINE = SPAN * PIECE * 2 + 64, LINES = JOINED / SPAN * ROWS, SLOT = LINES * LINE;
     // A row's line in a slot, and the line's part, that has a slice of the team: bytes from the slot's begin.

@@ -1,0 +1,310 @@
+"""What a step asks of Gated DeltaNet layers, computed once on the host for all of them: rows, chunks, and writes to the
+pools. RowChunks end where states are wanted, so that every checkpoint is the state after a chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import mlx.core as mx
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltic.ops.mlx.memory import Array, copied
+from deltic.ops.reference import next_base
+from deltic.ops.types import CHUNK, RING, Batch, GdnSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """The log entries of some rows, RING for each. index [R, RING]: places in the log's pool, as if it had one axis.
+    real [R, RING]."""
+
+    index: Array
+    real: Array
+
+
+@dataclass(frozen=True, slots=True)
+class ConvHistory:
+    """Where the K - 1 inputs before each row lie. places [R, K - 1]: in the slots' rings. real: the input exists.
+    logged [R, K - 1], or None: places in the logs' rings, for the inputs that from_log marks."""
+
+    places: Array
+    real: Array | None
+    logged: Array | None = None
+    from_log: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows that are computed together. source [R]: their slots. fresh [R] or None: rows that start from zero."""
+
+    source: Array
+    fresh: Array | None
+    entries: Entries | None
+
+
+@dataclass(frozen=True, slots=True)
+class RowChunks:
+    """The chunks of the longer rows: N of them with C places each, ordered by chunk number, then by row.
+
+    rows: the number of rows with a chunk j, for each j. gather [N * C]: indices into the rows' tokens.
+    real [N, 1, C]: what is no padding; None: everything. join [tokens]: the places of the tokens.
+    lengths: tokens of each row, in batch order. wanted: chunks and rows (both by rank) of the states to keep.
+    """
+
+    size: int
+    rows: tuple[int, ...]
+    gather: Array
+    real: Array | None
+    join: Array
+    lengths: tuple[int, ...]
+    wanted: tuple[tuple[int, int], ...]
+
+    def split(self, x: Array) -> Array:
+        """[tokens, heads, ...] -> [N, heads, C, ...]."""
+        x = x[self.gather].reshape(-1, self.size, *x.shape[1:])
+        return mx.swapaxes(x, 1, 2)
+
+    def joined(self, x: Array) -> Array:
+        """[N, heads, C, ...] -> [tokens, heads, ...]."""
+        x = mx.swapaxes(x, 1, 2)
+        return x.reshape(-1, *x.shape[2:])[self.join]
+
+
+@dataclass(frozen=True, slots=True)
+class StateWrites:
+    """Which states go to which slots, [n, Hv, Dk, Dv] after one another: places among the rows' states after the step,
+    then before it (both in batch order), then wanted ones of longer rows. plain: they are all rows' in order."""
+
+    after: tuple[int, ...]
+    before: tuple[int, ...]
+    slots: Tensor
+    plain: bool
+
+
+_ALL = StateWrites((), (), torch.empty(0, dtype=torch.int64), plain=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RingWrites:
+    """What the rings of convolution inputs get: slots [n], places [n, W]. fresh, index [n, W]: values of this step.
+    sources [n], logs [n], positions [n, W]; kept, logged [n, W]: values of the sources' rings and of the logs.
+    """
+
+    slots: Tensor
+    places: Tensor
+    fresh: Tensor
+    index: Tensor
+    sources: Tensor
+    logs: Tensor
+    positions: Tensor
+    kept: Tensor
+    logged: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LogWrites:
+    """Tokens [n] that become entries of logs [n] at places [n]."""
+
+    tokens: Tensor
+    logs: Tensor
+    places: Tensor
+    picked: Array
+
+
+@dataclass(frozen=True, slots=True)
+class GdnPlan:
+    """What all layers of a step share. singles: number of rows of one token, which come first. length: tokens."""
+
+    singles: int
+    length: int
+    history: ConvHistory
+    first: Group | None
+    rest: Group | None
+    chunks: RowChunks | None
+    states: StateWrites
+    rings: RingWrites | None
+    single_place: tuple[Tensor, Tensor] | None
+    entries: LogWrites | None
+
+    @property
+    def decodes(self) -> bool:
+        """True if each row has one token and a state, and nothing is read from logs or written to them."""
+        first = self.first
+        plain = first is not None and first.fresh is None and first.entries is None and self.history.real is None
+        return plain and self.states.plain
+
+
+def decode_plan(rows: int, source: Array, places: Array) -> GdnPlan:
+    """Returns the plan to compute a step of one token a row, without what the pools get. source [R], places [R, K - 1]:
+    as in `Group` and `ConvHistory`."""
+    return GdnPlan(rows, rows, ConvHistory(places, None), Group(source, None, None), None, None, _ALL, None, None, None)
+
+
+class _Rows:
+    """The rows of a batch in plain integers."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.count, self.singles = batch.layout.rows, batch.layout.decode_rows
+        self.chunk = batch.layout.chunks
+        self.starts, self.done = batch.starts.tolist(), batch.done.tolist()
+        self.base, self.log = batch.base.tolist(), batch.delta_log.tolist()
+        self.source, self.target = batch.source.tolist(), batch.target.tolist()
+        self.append = [bool(each) for each in batch.append.tolist()]
+        columns = (batch.emit_row.tolist(), batch.emit_length.tolist(), batch.emit_slot.tolist())
+        self.emits = list(zip(*columns, strict=True))
+
+
+def plan_of(batch: Batch, spec: GdnSpec, width: int) -> GdnPlan:
+    """width: places of a ring of convolution inputs."""
+    rows = _Rows(batch)
+    before = spec.conv_kernel - 1
+    singles = range(rows.singles)
+    longer = sorted(range(rows.singles, rows.count), key=lambda row: -_chunk_count(rows, row))
+    chunks = _cut(rows, longer) if longer else None
+    states = _state_writes(rows, longer, chunks)
+    rings = _ring_writes(batch, rows, width)
+    return GdnPlan(
+        singles=rows.singles,
+        length=batch.layout.tokens,
+        history=_history(rows, before, width),
+        first=_group(rows, list(singles)) if singles else None,
+        rest=_group(rows, longer) if longer else None,
+        chunks=chunks,
+        states=states,
+        rings=rings,
+        single_place=_single_place(batch, rows, width),
+        entries=_log_writes(rows),
+    )
+
+
+def _group(rows: _Rows, members: list[int]) -> Group:
+    fresh = [rows.base[row] == 0 for row in members]
+    entries = None
+    if any(rows.base[row] < rows.done[row] for row in members):
+        index, real = np.zeros((len(members), RING), np.int64), np.zeros((len(members), RING), bool)
+        for place, row in enumerate(members):
+            positions = np.arange(rows.base[row], rows.done[row])
+            index[place, :len(positions)] = rows.log[row] * RING + positions % RING
+            real[place, :len(positions)] = True
+        entries = Entries(mx.array(index), mx.array(real))
+    return Group(mx.array([rows.source[row] for row in members]), mx.array(fresh) if any(fresh) else None, entries)
+
+
+def _history(rows: _Rows, before: int, width: int) -> ConvHistory:
+    done, base = np.array(rows.done)[:, None], np.array(rows.base)[:, None]
+    positions = done - before + np.arange(before)
+    places = np.array(rows.source)[:, None] * width + positions % width
+    real = positions >= 0
+    found = ConvHistory(mx.array(places), None if real.all() else mx.array(real)[..., None])
+    if (base == done).all():
+        return found
+    logged = np.array(rows.log)[:, None] * RING + positions % RING
+    return ConvHistory(found.places, found.real, mx.array(logged), mx.array((positions >= base) & real)[..., None])
+
+
+def _ends(rows: _Rows, row: int) -> list[int]:
+    """Where chunks of a row end, in tokens of the row: at wanted states, and so that none is longer than CHUNK."""
+    stops = {length - rows.done[row] for owner, length, _ in rows.emits if owner == row} | {rows.chunk[row]}
+    found = list[int]()
+    for start, stop in pairwise([0, *sorted(stops)]):
+        found += [*range(start + CHUNK, stop, CHUNK), stop]
+    return found
+
+
+def _chunk_count(rows: _Rows, row: int) -> int:
+    return len(_ends(rows, row))
+
+
+def _cut(rows: _Rows, longer: list[int]) -> RowChunks:
+    ends = [_ends(rows, row) for row in longer]
+    first = rows.starts[rows.singles]
+    widest = max(stop - start for each in ends for start, stop in pairwise([0, *each]))
+    size = min(CHUNK, max(4, 1 << (widest - 1).bit_length()))
+    counts = [len(each) for each in ends]
+    active = tuple(sum(count > number for count in counts) for number in range(counts[0]))
+    total = sum(counts)
+    gather, real = np.zeros((total, size), np.int64), np.zeros((total, size), bool)
+    join = np.zeros(rows.starts[-1] - first, np.int64)
+    number = 0
+    for j, some in enumerate(active):
+        for rank in range(some):
+            start, stop = ([0, *ends[rank]][j], ends[rank][j])
+            tokens = rows.starts[longer[rank]] - first + np.arange(start, stop)
+            gather[number, :len(tokens)], gather[number, len(tokens):] = tokens, tokens[-1]
+            real[number, :len(tokens)] = True
+            join[tokens] = number * size + np.arange(len(tokens))
+            number += 1
+    wanted = []
+    for owner, length, _ in rows.emits:
+        if owner >= rows.singles:
+            rank = longer.index(owner)
+            wanted.append((ends[rank].index(length - rows.done[owner]), rank))
+    return RowChunks(size, active, mx.array(gather.ravel()), None if real.all() else mx.array(real)[:, None],
+                  mx.array(join), tuple(rows.chunk[rows.singles:]), tuple(wanted))
+
+
+def _state_writes(rows: _Rows, longer: list[int], chunks: RowChunks | None) -> StateWrites:
+    order = [*range(rows.singles), *longer]
+    after, before, slots, old = list[int](), list[int](), list[int](), list[int]()
+    for place, row in enumerate(order):
+        end = next_base(rows.base[row], rows.done[row], rows.chunk[row], rows.append[row])
+        if not rows.append[row]:
+            after.append(place)
+            slots.append(rows.target[row])
+        elif end > rows.base[row]:
+            before.append(place)
+            old.append(rows.target[row])
+    emits = [(owner, slot) for owner, _, slot in rows.emits]
+    after += [owner for owner, _ in emits if owner < rows.singles]
+    slots += [slot for owner, slot in emits if owner < rows.singles]
+    wanted = [slot for owner, slot in emits if owner >= rows.singles]
+    plain = after == list(range(rows.count)) and not before and not wanted
+    return StateWrites(tuple(after), tuple(before), torch.tensor([*slots, *old, *wanted], dtype=torch.int64), plain)
+
+
+def _ring_writes(batch: Batch, rows: _Rows, width: int) -> RingWrites:
+    """As the states' writes: each slot gets the inputs before the length that its state stands for."""
+    owners, lengths, slots = list[int](), list[int](), list[int]()
+    for row in range(rows.count):
+        end = next_base(rows.base[row], rows.done[row], rows.chunk[row], rows.append[row])
+        if not rows.append[row] or end > rows.base[row]:
+            owners.append(row)
+            lengths.append(end)
+            slots.append(rows.target[row])
+    owners += [owner for owner, _, _ in rows.emits]
+    lengths += [length for _, length, _ in rows.emits]
+    slots += [slot for _, _, slot in rows.emits]
+    owner = torch.tensor(owners, dtype=torch.int64)
+    positions = torch.tensor(lengths, dtype=torch.int64)[:, None] - 1 - torch.arange(width)
+    done, base = batch.done[owner][:, None], batch.base[owner][:, None]
+    logged = (positions >= base) & (positions < done)
+    return RingWrites(
+        slots=torch.tensor(slots, dtype=torch.int64),
+        places=positions % width,
+        fresh=(positions >= done)[..., None],
+        index=(batch.starts[owner][:, None] + positions - done).clamp_(0, batch.layout.tokens - 1),
+        sources=batch.source[owner],
+        logs=batch.delta_log[owner],
+        positions=positions,
+        kept=((positions >= 0) & (positions < base))[..., None],
+        logged=logged[..., None] if bool(logged.any()) else None,
+    )
+
+
+def _single_place(batch: Batch, rows: _Rows, width: int) -> tuple[Tensor, Tensor] | None:
+    """The slot and place of each row's input, if nothing else changes in the rings: single tokens in place."""
+    plain = (rows.singles == rows.count and not rows.emits and not any(rows.append) and rows.base == rows.done
+             and rows.source == rows.target and min(rows.done) > 0)
+    return (batch.target, batch.done % width) if plain else None
+
+
+def _log_writes(rows: _Rows) -> LogWrites | None:
+    found = [(rows.starts[row] + token, rows.log[row], (rows.done[row] + token) % RING)
+             for row in range(rows.count) if rows.append[row] for token in range(rows.chunk[row])]
+    if not found:
+        return None
+    tokens, logs, places = torch.tensor(found, dtype=torch.int64).unbind(1)
+    return LogWrites(tokens, logs, places, copied(tokens))
