@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
@@ -64,7 +64,7 @@ class KeptForms:
     """
 
     float8: bool = False
-    blocks: Mapping[str, BlockType] = NONE
+    blocks: Mapping[str, BlockType] = field(default_factory=lambda: NONE)
     pack: Callable[[str, Source], Weight | None] | None = None
 
 
