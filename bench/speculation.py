@@ -4,6 +4,8 @@
     python bench/speculation.py --only embedded
     python bench/speculation.py --pairs 2 --quick  # does it work at all
     python bench/experts.py --make OUT.gguf --layers 8 --head && python bench/speculation.py --mixture OUT.gguf
+    python bench/random_gguf.py --vocabulary qwen3.5 OUT.gguf && python bench/speculation.py --part OUT.gguf
+    python bench/speculation.py --text MODEL.gguf
 
 embedded   the model that comes with deltic, its own head, prompts that it was not trained on: tokens per step and time
 forced     random qwen3.5-0.8b with a random head that drafts in earnest; of its drafts each is then made right with a
@@ -11,15 +13,19 @@ forced     random qwen3.5-0.8b with a random head that drafts in earnest; of its
            Of 1 and of 8 sequences.
 mixture    the same with a mixture of experts and its head, whose answers are the text of `experts.py`: so each draft
            may pass other experts than those before it, which have to be read too
+part       a part of the matrix of logits drafts and the whole verifies (`--speculate head`). Weights are random,
+           so the part contains an eighth of the tokens; it is made to contain each token with a probability
+text       the same with a real model, whose part drafts in earnest: how many of the tokens it contains, and time
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -35,13 +41,16 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
 from deltic.engine.sequence import Sequence as Running
+from deltic.model.draft_vocabulary import DraftVocabulary
 from deltic.ops.types import Drafted
 from deltic.params import EngineRequest, SamplingParams
 from deltic.runner.launch import InFlight
 from deltic.runner.model_runner import ModelRunner
+from deltic.runner.sampling import SampleRow
 from deltic.spec_decode.controller import drafter_of
 from deltic.spec_decode.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength, Growth
 from deltic.spec_decode.mtp import PendingDrafts, Wants
+from deltic.spec_decode.partial_head import HeadProposer
 from deltic.spec_decode.proposers import MtpProposer
 
 DEPTH = 3
@@ -105,6 +114,28 @@ class Forced:
         self._known.pop(sequence, None)
 
 
+class PlantedPart(HeadProposer):
+    """Lets a part draft, then makes it contain each token of an answer with a probability."""
+
+    def __init__(self, proposer: HeadProposer, share: float, answers: dict[str, Sequence[int]]) -> None:
+        super().__init__(proposer._runtime, proposer.head, proposer.limit)
+        draw = random.Random(1)
+        self._answers = answers
+        self._known = {name: [draw.random() < share for _ in answer] for name, answer in answers.items()}
+
+    def choose(self, hidden: torch.Tensor, draws: Sequence[SampleRow]) -> list[int]:
+        super().choose(hidden, draws)
+        return [self._draft(draw.sequence.request.id, draw.sequence.generated + len(draw.drafts)) for draw in draws]
+
+    def _draft(self, request: str, place: int) -> int:
+        token = self._answers[request][place]
+        return token if self._known[request][place] else token ^ 1
+
+    def knows(self, vocabulary: DraftVocabulary, sequence: Running, place: int) -> bool:
+        at = place - len(sequence.request.prompt)
+        return self._known[sequence.request.id][max(at, 0)]
+
+
 @dataclass(frozen=True)
 class Served:
     """What a run gave: seconds from the first token on, tokens of every request, steps."""
@@ -120,6 +151,10 @@ def main() -> None:
     args = _arguments()
     if args.mixture:
         return _forced(args, args.mixture.stem, {"packed_weights": "on"})
+    if args.part:
+        return _part(args)
+    if args.text:
+        return _text(args)
     if args.only in (None, "embedded"):
         _embedded(args)
     if args.only in (None, "forced"):
@@ -135,13 +170,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", choices=("embedded", "forced"))
     parser.add_argument("--weights", action="append", choices=("Q8_0", "bfloat16"), help="of `forced` (default: both)")
     parser.add_argument("--mixture", metavar="MODEL.gguf", type=Path, help="only this, which has a head")
+    parser.add_argument("--part", metavar="RANDOM.gguf", type=Path, help="only this, with random weights")
+    parser.add_argument("--text", metavar="MODEL.gguf", type=Path, help="only this, a real model")
     parser.add_argument("--batch", type=int, action="append", choices=(1, 8), help="of `forced` (default: both)")
     return parser.parse_args()
 
 
 def plain_runtime(runtime: ModelRunner) -> ModelRunner:
     """The same weights and memory without a head."""
-    return replace(runtime, mtp=None, options=replace(runtime.options, speculate="off"))
+    return replace(runtime, mtp=None, partial_head=None, options=replace(runtime.options, speculate="off"))
 
 
 def _embedded(args: argparse.Namespace) -> None:
@@ -172,9 +209,11 @@ def _embedded(args: argparse.Namespace) -> None:
 
 
 def _one_by_one(runtime: ModelRunner, requests: Sequence[EngineRequest]) -> Served:
-    engine, runs = Engine(runtime), []
-    for request in requests:
-        runs.append(serve(engine, [request]))
+    return serve_one_by_one(Engine(runtime), requests)
+
+
+def serve_one_by_one(engine: Engine, requests: Sequence[EngineRequest]) -> Served:
+    runs = [serve(engine, [request]) for request in requests]
     return Served(sum(run.seconds for run in runs), {name: answer for run in runs for name, answer in
                                                      run.answers.items()},
                   sum(run.steps for run in runs), sum(run.drafted for run in runs), sum(run.accepted for run in runs))
@@ -196,17 +235,74 @@ def _forced(args: argparse.Namespace, kind: str, options: dict[str, Any]) -> Non
         for share, name in cases:
             depth: DraftLength = (FixedDraftLength(DEPTH) if name == "fixed" else
                             AdaptiveDraftLength(DEPTH, Growth.of(runtime.config)))
-            runs: dict[str, list[Served]] = {name: [], "off": []}
             turns = [(name, Engine(runtime, Forced(head, share, answers), depth)), ("off", Engine(plain))]
-            for pair in range(args.pairs + 1):
-                for who, engine in turns if pair % 2 else reversed(turns):
-                    served = serve(engine, requests)
-                    if pair:
-                        runs[who].append(served)
+            runs = _in_turns(args, turns, requests)
             _record(args, runs, {"task": "mixture" if args.mixture else "forced", "weights": kind,
                                  "threads": runtime.threads, "batch": batch, "acceptance": share,
                                  "drafts": name, "tokens_per_step": round(
                                      (sum(map(len, answers.values())) - batch) / runs[name][0].steps / batch, 3)})
+
+
+def _part(args: argparse.Namespace) -> None:
+    runtime, drafter = _with_part(args, args.part)
+    plain = plain_runtime(runtime)
+    requests = [_request(runtime, 0, 24 if args.quick else 256)]
+    answers: dict[str, Sequence[int]] = {**serve(Engine(plain), requests).answers}
+    for share in (1.0, 0.97, 0.94, 0.9, 0.8, 0.0):
+        turns = [("auto", Engine(runtime, PlantedPart(drafter, share, answers))), ("off", Engine(plain))]
+        runs = _in_turns(args, turns, requests)
+        assert all(run.answers == answers for found in runs.values() for run in found), "a draft changes an answer"
+        _record(args, runs, {"task": "part", "weights": args.part.stem, "threads": runtime.threads, "acceptance": share,
+                             "depth": drafter.limit, "head_share": round(drafter.head.share, 3),
+                             "tokens_per_pass": round((len(answers["0"]) - 1) / runs["auto"][0].steps, 3)})
+
+
+def _text(args: argparse.Namespace) -> None:
+    runtime, drafter = _with_part(args, args.text)
+    plain, requests = plain_runtime(runtime), _questions(args.text, 1 if args.quick else 8)
+    engine = Engine(runtime, drafter)
+    runs = _in_turns(args, [("auto", engine), ("off", Engine(plain))], requests, serve_one_by_one)
+    same = runs["auto"][0].answers == runs["off"][0].answers
+    tokens = sum(map(len, runs["auto"][0].answers.values()))
+    _record(args, runs, {"task": "text", "weights": args.text.stem, "threads": runtime.threads, "tokens": tokens,
+                         "depth": drafter.limit, "head_share": round(drafter.head.share, 3),
+                         "same_answers": same,
+                         "tokens_per_pass": round((tokens - len(requests)) / runs["auto"][0].steps, 3)})
+
+
+def _with_part(args: argparse.Namespace, path: Path) -> tuple[ModelRunner, HeadProposer]:
+    runtime = load(str(path), EngineConfig(threads=args.threads, max_context=1024, max_batch=8, prefix_cache=False,
+                                           memory="2GiB", speculate="head"))
+    drafter = drafter_of(runtime)
+    assert isinstance(drafter, HeadProposer), "the file has no packed matrix of logits"
+    drafter.head.build()
+    return runtime, drafter
+
+
+def _questions(path: Path, count: int) -> list[EngineRequest]:
+    """Half of them are answered with the likeliest tokens, half with drawn ones."""
+    essays = json.loads((Path(__file__).parent / "essays.json").read_text(encoding="utf-8"))
+    subjects = ["tea", "bridges", "the moon", "bees", "a lighthouse", "bread", "glaciers", "a library"]
+    found = list[EngineRequest]()
+    with LLM(path, speculate="off") as llm:
+        for index, subject in enumerate(subjects[:count]):
+            text = f"{essays['English'][:600]}\n\nWrite a short text like this one about {subject}."
+            sampling = SamplingParams(temperature=0.0 if index % 2 else 0.8, seed=index, max_tokens=200)
+            job = llm.chat_processor.chat([{"role": "user", "content": text}], sampling)
+            found.append(replace(job.request, id=str(index), matcher=None))
+    return found
+
+
+def _in_turns(args: argparse.Namespace, turns: list[tuple[str, Engine]], requests: Sequence[EngineRequest],
+              run: Callable[[Engine, Sequence[EngineRequest]], Served] | None = None) -> dict[str, list[Served]]:
+    """The runs of each engine, but for a first one."""
+    runs: dict[str, list[Served]] = {name: [] for name, _ in turns}
+    for pair in range(args.pairs + 1):
+        for name, engine in turns if pair % 2 else reversed(turns):
+            served = (run or serve)(engine, requests)
+            if pair:
+                runs[name].append(served)
+    return runs
 
 
 def _request(runtime: ModelRunner, index: int, tokens: int) -> EngineRequest:
@@ -247,7 +343,7 @@ def _record(args: argparse.Namespace, runs: dict[str, list[Served]], facts: dict
     name = next(name for name in runs if name != "off")
     ratios = [off.seconds / on.seconds for on, off in zip(runs[name], runs["off"], strict=True)]
     first = runs[name][0]
-    record("speculation", {**facts, "unit": "s", "pairs": len(ratios), "depth": DEPTH,
+    record("speculation", {"depth": DEPTH, **facts, "unit": "s", "pairs": len(ratios),
                            **{who: spread([run.seconds for run in found]) for who, found in runs.items()},
                            "drafted": first.drafted, "accepted": first.accepted,
                            "gain": round(median(ratios), 4), "gains": spread(ratios)})

@@ -24,6 +24,7 @@ constexpr int64_t kBlock = 32;           // tokens that are convolved together
 constexpr int64_t kNormed = 8;           // tokens that are normed together
 constexpr int64_t kWindow = 128;         // tokens that have entries at the same time
 constexpr int64_t kReplay = DELTIC_RING;  // replay entries in a unit
+constexpr int64_t kFew = 4;               // of these, as many as are read without a copy of the state
 constexpr float kUnitEps = 1e-6f;
 
 DELTIC_INLINE int64_t padded(int64_t count) { return round_up(count, kLanes); }
@@ -492,11 +493,71 @@ DELTIC_INLINE void step_columns(const Job &job, const float *from, float *to, co
     remember<N>(from + column, to + column, stride, decay, key, key_dim, update);
 }
 
+// A few replay entries, on columns of a value head.
+struct Recent {
+    int64_t count;
+    const float *keys[kFew], *updates[kFew];
+    float decays[kFew];
+
+    Recent(const Job &job, const Row &row, int64_t head, int64_t column) : count(row.done - row.base) {
+        for (int64_t i = 0; i < count; ++i) {
+            keys[i] = job.replay_key(row, row.base + i, job.key_head(head));
+            updates[i] = job.replay_update(row, row.base + i, head) + column;
+            decays[i] = *job.replay_decay(row, row.base + i, head);
+        }
+    }
+    // A row of the state that these entries are behind; null: of an empty one.
+    template <int N> DELTIC_INLINE Columns<N> brought(const float *from, int64_t row) const {
+        Columns<N> state{};
+        if (from) state = load_row<N>(from);
+        for (int64_t i = 0; i < count; ++i)
+            state = updated_row<N>(state, decays[i], keys[i][row], load_row<N>(updates[i]));
+        return state;
+    }
+};
+
+// One token behind a few replay entries, on N registers of columns: it becomes an entry itself, or all of them are
+// written to the state. Without a copy of the state.
+template <int N> DELTIC_INLINE void step_behind(const Job &job, const Row &row, int64_t head, int64_t column) {
+    int64_t key_dim = job.layer.key_dim, stride = job.layer.value_dim, pad = job.key_pad;
+    const float *from = row.base ? job.state_of(row.source, head) + column : nullptr;
+    const float *key = job.key_at(job.key_head(head), row.first);
+    float *entry = job.value_at(head, row.first);
+    Recent recent(job, row, head, column);
+    Columns<N> by_key{}, by_query{};
+    for (int64_t i = 0; i < key_dim; ++i) {
+        Columns<N> state = recent.brought<N>(from ? from + i * stride : nullptr, i);
+        recall_row<N>(state, key[i], key[pad + i], by_key, by_query);
+    }
+    float decay = entry[job.value_pad], beta = entry[job.value_pad + 1];
+    Columns<N> update = settle<N>(entry + column, decay, beta, key[2 * pad], by_key, by_query);
+    if (row.appends()) return store_row<N>(job.replay_update(row, row.done, head) + column, update);
+    float *to = job.state_of(row.target, head) + column;
+    for (int64_t i = 0; i < key_dim; ++i) {
+        Columns<N> state = recent.brought<N>(from ? from + i * stride : nullptr, i);
+        store_row<N>(to + i * stride, updated_row<N>(state, decay, key[i], update));
+    }
+}
+
+// Whether `step_behind` serves the only token of a row: few entries are behind it, and nothing else is wanted.
+bool has_few_behind(const Job &job, const Row &row) {
+    if (row.done - row.base > kFew || (row.appends() && row.next != row.base)) return false;
+    return job.layer.value_dim % kNative == 0 && job.next_stop(row, row.done, row.done + 2) > row.done + 1;
+}
+
 // A value head's state through the only token of a row.
 void step_head(const Job &job, const Row &row, int64_t head, int thread) {
     int64_t columns = job.layer.value_dim, size = job.layer.key_dim * columns, column = 0;
     const float *from = job.state_of(row.source, head), *key = job.key_at(job.key_head(head), row.first);
     float *to = job.state_of(row.target, head), *entry = job.value_at(head, row.first);
+    // more columns than these would need more registers than there are
+    constexpr int kMost = kNative == 16 ? 8 : 4;
+    if (row.replays() && has_few_behind(job, row)) {
+        for (; columns - column >= kMost * kNative; column += kMost * kNative)
+            step_behind<kMost>(job, row, head, column);
+        for (; column < columns; column += kNative) step_behind<1>(job, row, head, column);
+        return;
+    }
     if (row.replays()) {
         for (; column < columns; column += kSlice) run_slice(job, {row, 0, 1}, head, column, thread);
         return;
@@ -505,8 +566,6 @@ void step_head(const Job &job, const Row &row, int64_t head, int thread) {
         std::memset(to, 0, size_t(size) * 4);
         from = to;
     }
-    // more columns than these would need more registers than there are
-    constexpr int kMost = kNative == 16 ? 8 : 4;
     for (; columns - column >= kMost * kNative; column += kMost * kNative)
         step_columns<kMost>(job, from, to, key, entry, column);
     for (; columns - column >= 2 * kNative; column += 2 * kNative) step_columns<2>(job, from, to, key, entry, column);

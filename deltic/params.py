@@ -28,7 +28,7 @@ Finish = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """Speculate with the model's own draft head, if it has one."""
+    """Speculate with the model's own draft head, if it has one; else as `Head` where that pays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,14 @@ class Draft:
     tokens: int = 4
 
 
-Speculation = Auto | Mtp | Ngram | Draft | None
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Draft up to so many tokens with the model itself and a part of the matrix of its logits."""
+
+    tokens: int = 3
+
+
+Speculation = Auto | Mtp | Ngram | Draft | Head | None
 """How tokens are drafted for the model to verify; None: not at all. Changes only the speed of answers."""
 
 MAX_LOGIT_BIAS = 100

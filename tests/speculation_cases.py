@@ -30,6 +30,9 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.sequence import Sequence as Running
+from deltic.model.decoder import Decoder
+from deltic.model.draft_vocabulary import draftable
+from deltic.model.partial_head import PartialHead
 from deltic.params import EngineRequest, SamplingParams
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.mtp import Wants
@@ -141,6 +144,22 @@ def headed() -> ModelRunner:
     """The odd model with a random head, whose drafts are all wrong."""
     model = RandomModel(shape=odd_shape(), initializer_range=0.1, head=True)
     return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1, device=DEVICE))
+
+
+def half_of(runtime: ModelRunner) -> PartialHead:
+    """Every second token's row of the matrix of logits, and rows that follow what occurs. Of an odd vocabulary."""
+    size = runtime.config.vocab_size
+    tokens = draftable(size // 2, size)
+    assert tokens and size % 2
+    return part_of(runtime.decoder, [token * 2 % size for token in tokens])
+
+
+def part_of(decoder: Decoder, tokens: Sequence[int] | None) -> PartialHead:
+    """A part of these rows."""
+    found = PartialHead(decoder, lambda: tokens)
+    found.build()
+    assert found.vocabulary
+    return found
 
 
 @cache

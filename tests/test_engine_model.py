@@ -15,6 +15,7 @@ from deltic.cache.memory_plan import MemoryPlan
 from deltic.cache.tensors import allocate
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.engine import Engine
+from deltic.model.partial_head import PartialHead
 from deltic.ops import backends
 from deltic.ops.capabilities import Capabilities
 from deltic.ops.types import Batch, Sampled, Sampling
@@ -47,6 +48,7 @@ class Successor:
     memory: MemoryPlan = field(default_factory=lambda: MemoryPlan(PAGES, SLOTS, 4, PAGES * PAGE))
     cache: HybridCache = field(default_factory=lambda: small_cache(odd_shape()))
     mtp_runner: MtpRunner | None = None
+    partial_head: PartialHead | None = None
     draft: Model | None = None
     encode: Encode | None = None
     capabilities: Capabilities = field(default_factory=Capabilities)

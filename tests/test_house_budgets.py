@@ -19,14 +19,14 @@ LINES = {
     "cluster": 1725,
     "config": 2050,
     "embeddings": 2600,
-    "engine": 3945,
+    "engine": 3960,
     "export": 3950,
     "loader": 9220,
-    "model": 1180,
+    "model": 1280,
     "ops": 13860,
-    "runner": 4400,
+    "runner": 4415,
     "server": 8675,
-    "spec_decode": 1110,
+    "spec_decode": 1315,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""

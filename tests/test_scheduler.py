@@ -78,7 +78,7 @@ class Toy:
         self.memory = SimpleNamespace(max_batch=self.max_batch, max_context=self.context)
         self.options = SimpleNamespace(token_budget=self.budget, seed=0, speculation=None, max_repeat=0,
                                        max_stall_ms=None, batch_invariant=False)
-        self.mtp_runner, self.encode, self.numbers = None, None, {}
+        self.mtp_runner, self.partial_head, self.encode, self.numbers = None, None, None, {}
         self.capabilities = Capabilities()
         self.config = SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=(), experts=None)
         self.generation = SimpleNamespace(eos_token_ids=(), sampling=dict)

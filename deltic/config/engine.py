@@ -14,7 +14,7 @@ from deltic.config.limits import Limits
 from deltic.config.machine import available_cores, parse_bytes
 from deltic.config.rope import parse_scaling
 from deltic.errors import ConfigError, show
-from deltic.params import MAX_DRAFTS, Auto, Draft, Mtp, Ngram, Speculation
+from deltic.params import MAX_DRAFTS, Auto, Draft, Head, Mtp, Ngram, Speculation
 
 AUTO: Final = "auto"
 """Device to be detected (`engine.arguments.settled`). Until then token_budget and rules about devices are open."""
@@ -46,7 +46,7 @@ _DIRECTORIES: Final = ("cache_dir", "aot_dir")
 _TYPE_NAMES: Final[Mapping[Any, str]] = {
     str: "text", str | None: "text or None", bool: "True or False", Limits: "Limits(...)"}
 """Names of types in messages. Numbers are checked by _RANGES."""
-_SPECULATION_FORMS: Final = "auto, off, mtp[:N], ngram[:N] or draft:MODEL[:N]"
+_SPECULATION_FORMS: Final = "auto, off, mtp[:N], ngram[:N], draft:MODEL[:N] or head[:N]"
 
 Rules = Iterator[tuple[bool, str, str]]
 """Rules of options that exclude or need each other: violated, option, message."""
@@ -131,8 +131,8 @@ class EngineConfig:
         0, "end an answer that repeats the same group of up to 128 tokens N times in a row (8*N tokens for groups of "
         "fewer than 8); requests may override it (default: 0, never)")
     speculate: str = _scheduling(
-        "auto", "speculative decoding, which changes the speed alone: mtp[:N], ngram[:N], draft:MODEL[:N], off; auto: "
-        "mtp if the model has a head")
+        "auto", "speculative decoding, which changes the speed alone: mtp[:N], ngram[:N], draft:MODEL[:N], head[:N], "
+        "off; auto: mtp if the model has a draft head")
     draft_vocab: int = _scheduling(
         32_000, "the draft head chooses among N likely tokens and N/8 that occurred; 0: among all, which makes each "
         "draft slower")
@@ -306,8 +306,11 @@ class EngineConfig:
                "quant=fp8 is for NVIDIA GPUs: use q8_0, which has the same size and is more precise, or give device "
                "cuda")
 
-        yield from self._mlx_rules()
         several = self.shards > 1
+        elsewhere = bool(self.on_gpu) or self.device == "mlx" or several
+        yield (isinstance(self.speculation, Head) and elsewhere, "speculate",
+               f"speculate={self.speculate} is for one device, a CPU: use mtp, ngram or off")
+        yield from self._mlx_rules()
         yield (several and bool(self.on_gpu) and (self.debug_layers or bool(self.ops)), "tp",
                f"tp={self.tp} is not possible on GPUs with debug_layers or ops, which compute layers by torch: leave "
                "one of them out")
@@ -440,7 +443,7 @@ def option_defaults() -> dict[str, Any]:
 
 
 def parse_speculation(text: object) -> Speculation:
-    """Parses `auto`, `off`, `mtp[:N]`, `ngram[:N]` or `draft:MODEL[:N]`; raises ConfigError."""
+    """Parses `auto`, `off`, `mtp[:N]`, `ngram[:N]`, `draft:MODEL[:N]` or `head[:N]`; raises ConfigError."""
     if not isinstance(text, str):
         raise ConfigError(f"speculate must be {_SPECULATION_FORMS}, not {show(text)}", "speculate")
     if text == "off":
@@ -450,10 +453,10 @@ def parse_speculation(text: object) -> Speculation:
     kind, colon, rest = text.partition(":")
     if kind == "draft":
         return _parse_draft(text, rest)
-    if kind not in ("mtp", "ngram"):
+    methods: dict[str, type[Mtp | Ngram | Head]] = {"mtp": Mtp, "ngram": Ngram, "head": Head}
+    if kind not in methods:
         raise ConfigError(f"speculate must be {_SPECULATION_FORMS}, not {show(text)}", "speculate")
-    method = Mtp if kind == "mtp" else Ngram
-    return method(_parse_draft_count(text, rest)) if colon else method()
+    return methods[kind](_parse_draft_count(text, rest)) if colon else methods[kind]()
 
 
 def _parse_draft(text: str, rest: str) -> Draft:

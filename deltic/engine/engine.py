@@ -237,8 +237,9 @@ class Engine:
             self._failures.recover()
             return None
         pending = self.speculator.pending
-        if pending and not pending.covers(sequences):  # the device has no drafts for a sequence that was added
-            plan, pending = pending.resolve(plan, sequences), None
+        if pending and not pending.covers(sequences):  # there are no drafts for a sequence that was added
+            plan, sequences = pending.resolve(plan, sequences)
+            pending = None
         ready = self._known.ready(self.scheduler.running, self._fail)
         flight = self.launcher.launch(plan, sequences, ready, pending=pending)
         flight.drafting = drafting

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -24,14 +25,16 @@ from deltic.errors import ConfigError, ModelError, show
 from deltic.export.backend import ProgramModel, load_program
 from deltic.export.program import kind_of
 from deltic.loader.dummy import random_tensors
+from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.model_files import open_model
-from deltic.model.decoder import build
+from deltic.model.decoder import Decoder, build
 from deltic.model.mtp_head import build_head
+from deltic.model.partial_head import PART, PartialHead, serves
 from deltic.ops import Ops, select
-from deltic.ops.capabilities import check_devices
+from deltic.ops.capabilities import check_devices, device_capabilities
 from deltic.ops.memory import memory_for
 from deltic.ops.types import Weight
-from deltic.params import Draft, Ngram
+from deltic.params import Draft, Head, Ngram
 from deltic.runner.degree import choose_degree
 from deltic.runner.expert_offload import place_experts, unpacks_experts
 from deltic.runner.layer_offload import LayerPlan, place_layers, plan_layers
@@ -218,6 +221,8 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         decoder = build(config, parts, ops, getattr(torch, dtype), reader.tiled, offloaded_pools)
         texts = files.tokenizer() if files else None
         head = build_head(config, head_parts, decoder, reader.draft_vocabulary(texts)) if head_parts else None
+        partial_head = _partial_head(reader, decoder, texts) if head is None and not use.drafts else None
+        plan = plan if partial_head is None else _cache_planner(config, options, dtype, False, replace(use, rings=True))
         keep_freed_memory()
         times.done("layers")
         encode = reader.read_tower()
@@ -237,11 +242,21 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         runtime = ModelRunner(source.name, files.place if files else None, config, options, source.generation, memory,
                               decoder, cache, threads, texts, records, head, encode,
                               files.vision if files and encode else None, use.draft, experts, layers,
-                              reader.model_identity(head is not None))
+                              reader.model_identity(head is not None), partial_head)
         runtime.check_kernels()
         times.done("cache")
         log.info("%s%s: loaded in %s", "the draft model " if use.drafts else "", source.name, times)
         return runtime
+
+
+def _partial_head(reader: WeightReader, decoder: Decoder, texts: TokenizerTexts | None) -> PartialHead | None:
+    """Returns the part of the matrix of logits that drafts; None if the options want none."""
+    options = reader.options
+    if not isinstance(options.speculation, Head) or decoder.others or not serves(decoder):
+        return None
+    if not device_capabilities(options.device).partial_heads:
+        return None
+    return PartialHead(decoder, partial(reader.draft_vocabulary, texts, decoder.config.vocab_size // PART))
 
 
 def _over_gpus(source: OpenedModel, options: EngineConfig, ops: Ops, dtype: DType, use: _Use) -> EngineConfig:

@@ -75,7 +75,7 @@ class ProgramModel:
     tokenizer: Any = None
     notes: Any = None
     numbers: Any = field(default_factory=dict)
-    vision = mtp_runner = draft = encode = experts = layers = hooks = cast(Any, None)
+    vision = mtp_runner = partial_head = draft = encode = experts = layers = hooks = cast(Any, None)
     capabilities = Capabilities()
 
     @property

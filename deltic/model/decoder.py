@@ -63,7 +63,7 @@ class Decoder:
             return self.weights.head
         if self.config.tie_word_embeddings:
             return self.weights.embedding
-        return tuple(block for shard in self.shards for block in _blocks(shard.head))
+        return tuple(block for shard in self.shards for block in blocks_of(shard.head))
 
     def forward(self, batch: Batch, *views: CacheViews, observe: Observer | None = None) -> Tensor:
         """Runs one step; returns hidden states after the final norm: of the tokens `batch.logit_tokens` [L, H] or, with
@@ -113,7 +113,7 @@ class Decoder:
             for layer in shard.layers:
                 weights += _weights(layer)
         kinds: dict[str, int] = {}
-        for block in {id(block): block for weight in weights for block in _blocks(weight)}.values():
+        for block in {id(block): block for weight in weights for block in blocks_of(weight)}.values():
             kind = block.type if isinstance(block, QTensor) else _GGUF_NAMES.get(block.dtype, str(block.dtype))
             kinds[kind] = kinds.get(kind, 0) + block.nbytes
         return kinds
@@ -169,7 +169,8 @@ def feed_forward(ops: Ops, x: Tensor, layer: DecoderLayer) -> Tensor:
     return ops.moe(x, layer.mlp) if isinstance(layer.mlp, MoeWeights) else ops.mlp(x, layer.mlp)
 
 
-def _blocks(weight: Weight) -> tuple[Block, ...]:
+def blocks_of(weight: Weight) -> tuple[Block, ...]:
+    """Returns the blocks of a weight, in the order of their rows."""
     return weight if isinstance(weight, tuple) else (weight,)
 
 
@@ -200,7 +201,7 @@ def _mixer_weights(mixer: GdnWeights | AttentionWeights) -> Iterator[Weight]:
 
 
 def _nbytes(weights: Iterable[Weight]) -> int:
-    return sum(block.nbytes for weight in weights for block in _blocks(weight))
+    return sum(block.nbytes for weight in weights for block in blocks_of(weight))
 
 
 def build(config: ModelConfig, parts: Sequence[dict[str, Weight]], ops: Ops, dtype: torch.dtype,
@@ -302,7 +303,7 @@ class WeightLoader:
         if len(plain) == len(blocks):
             return self.ops.pack(plain[0] if len(plain) == 1 else torch.cat(plain), False)
         packed = list[Block]()
-        for block in (block for weight in blocks for block in _blocks(weight)):
+        for block in (block for weight in blocks for block in blocks_of(weight)):
             block = self.ops.pack(block, False) if isinstance(block, Tensor) else block
             before = packed[-1] if packed else None
             joined = (before.joined(block) if copies and isinstance(before, QTensor) and isinstance(block, QTensor)

@@ -33,6 +33,7 @@ class Capabilities:
         of any shape may have drafts.
     defer_from: the number of rows from which on decode steps leave state writes in delta logs; None: they never do.
     frames: pages and slots may share memory.
+    partial_heads: a part of the matrix of logits may draft, as logits that are left out save time.
     """
 
     overlaps: bool = False
@@ -40,6 +41,7 @@ class Capabilities:
     max_verify_rows: int | None = None
     defer_from: int | None = None
     frames: bool = True
+    partial_heads: bool = False
 
     @property
     def verifies(self) -> bool:
@@ -52,7 +54,7 @@ class Capabilities:
 
 
 _DEVICES: Final = {
-    "cpu": Capabilities(),
+    "cpu": Capabilities(partial_heads=True),
     "cuda": Capabilities(overlaps=True, own_memory=True),
     "mlx": Capabilities(frames=False),
 }

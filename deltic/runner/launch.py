@@ -24,6 +24,7 @@ from deltic.runner.input_batch import FEW_ROWS, DeviceTokens, InputBatch, build,
 from deltic.runner.model_runner import Model
 from deltic.runner.sampling import Asked, LogitMasks, SampleRow, SamplingTable, TokenRanks, logprobs_of, scores_of
 from deltic.spec_decode.mtp import PendingDrafts
+from deltic.spec_decode.partial_head import TokenGroups
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +117,7 @@ class InFlight:
     vectors: Tensor | None = None
     arrived: torch.cuda.Event | None = None
     raw: Tensor | None = None
-    pending: PendingDrafts | None = None
+    pending: PendingDrafts | TokenGroups | None = None
     batch: Batch | None = None
     sampling: Sampling | None = None
     error: Exception | None = None
@@ -140,7 +141,7 @@ class InFlight:
     def resolve_drafts(self) -> None:
         """Waits for the rows' drafts and sets them."""
         pending = self.pending
-        if pending is None:
+        if not isinstance(pending, PendingDrafts):
             return
         for each in self.scheduled:
             if each.live and each.row and each.row.drafts:
@@ -174,7 +175,7 @@ class Launcher:
         self._memory, self._params, self.masks = InputBatch(runtime.numbers), SamplingTable(lands=True), LogitMasks()
 
     def launch(self, plan: StepPlan, sequences: List[Sequence], known: List[Sequence] = (),
-               before: InFlight | None = None, pending: PendingDrafts | None = None) -> InFlight:
+               before: InFlight | None = None, pending: PendingDrafts | TokenGroups | None = None) -> InFlight:
         """Carries out the plan and samples for its rows, and for the sequences whose logits are known. before: the step
         whose tokens rows with `drawn` take. pending: has the rows' drafts. Never raises: see `InFlight.error`."""
         flight = InFlight(plan, [], pending=pending)
@@ -231,6 +232,8 @@ class Launcher:
         runtime, wanting = self._runtime, [each for each in flight.scheduled if each.row and each.row.hidden]
         rows, adapters = flight.plan.rows, _adapters(flight)
         drawn: Tensor | DeviceTokens | None = before.drawn if before else None
+        if isinstance(flight.pending, TokenGroups):
+            return logits.append(self._run_groups(flight, flight.pending))
         if flight.pending and any(row.drafts for row in rows):
             drawn = flight.pending.on_device(rows, [each.sequence for each in flight.scheduled if each.row])
         began = time.perf_counter()
@@ -257,6 +260,16 @@ class Launcher:
                 found = runtime.run(batch)
         logits.append(_scored(flight, found) if any(row.scored for row in flight.plan.rows) else found)
         self.seconds += time.perf_counter() - began
+
+    def _run_groups(self, flight: InFlight, groups: TokenGroups) -> Tensor:
+        """Runs the plan's rows token by token, and sets their drafts. Returns the logits [L, V]."""
+        began, own = time.perf_counter(), [each for each in flight.scheduled if each.row]
+        rows, found = groups.proposer.run(flight.plan.rows, [each.sequence for each in own])
+        flight.plan = replace(flight.plan, rows=tuple(rows))
+        for each, row in zip(own, rows, strict=True):
+            each.row, each.base = row, row.done + 1
+        self.seconds += time.perf_counter() - began
+        return found
 
     def _run_apart(self, rows: List[PlannedRow], drawn: Tensor | None, adapters: Mapping[str, Adapter]) -> Tensor:
         """Returns the logits [L, V] of these rows: on a device that has steps of its own for rows without adapters, the

@@ -28,6 +28,7 @@ from deltic.errors import ConfigError, RequestError
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.model.decoder import Decoder, Observer
 from deltic.model.mtp_head import MtpHead as MtpHead
+from deltic.model.partial_head import PartialHead
 from deltic.ops import Ops, explain, select
 from deltic.ops.capabilities import Capabilities, can_defer_state_writes, device_capabilities
 from deltic.ops.cpu import has_wide_activations, use_torch_threads
@@ -61,6 +62,7 @@ class Model(Protocol):
     memory: how much may run at once.
     cache: grants the pages and slots of batches, and carries out operations on its pools (`cache.pools`).
     mtp_runner: the draft head over this cache, if it is used.
+    partial_head: the part of the matrix of logits that drafts, if it is used.
     draft: the draft model, if there is one.
     encode: computes image embeddings, if the model has a vision tower.
     experts: the offloaded experts, if there are any.
@@ -76,6 +78,7 @@ class Model(Protocol):
     memory: MemoryPlan
     cache: HybridCache
     mtp_runner: MtpRunner | None
+    partial_head: PartialHead | None
     draft: Model | None
     encode: Encode | None
     experts: ExpertOffload | None
@@ -140,7 +143,7 @@ class ModelRunner:
     threads: CPU threads.
     tokenizer: its texts, if they are not files of the directory.
     notes: small records on disk, if there is a cache directory.
-    mtp: the model's draft head, if it is used.
+    mtp, partial_head: the model's draft head, or a part of the matrix of logits, if one is used.
     encode, vision: the vision tower, if there is one.
     identity: what the model is known by elsewhere, if its weights lie in files.
     statistics: the last step's layer outputs, if `options.debug_layers`.
@@ -174,6 +177,7 @@ class ModelRunner:
     experts: ExpertOffload | None = None
     layers: LayerOffload | None = None
     identity: ModelIdentity | None = None
+    partial_head: PartialHead | None = None
     statistics: list[LayerStatistics] = field(default_factory=list)
     hooks: list[Observer] = field(default_factory=list)
     profiler: Callable[[Batch], None] | None = None
@@ -193,6 +197,8 @@ class ModelRunner:
         if self.decoder.others and has_wide_activations(ops, self.decoder.weights, self.views):
             self.decoder = replace(self.decoder, dtype=torch.float32)
         self.mtp_runner = self._draft_head()
+        if self.step is None:
+            self.partial_head = None  # torch multiplies with the matrix in another precision than its own steps
         if self.mtp_runner:
             pools.backlogs[:] = [self.mtp_runner.catch_up]
         graphs = (ShardedGraphs(self.step) if isinstance(self.step, ShardedStep)

@@ -230,9 +230,11 @@ class WeightReader:
                               f"{remedy} speculate=ngram, draft:MODEL or off", "speculate")
         return found if found[0] else None
 
-    def draft_vocabulary(self, texts: TokenizerTexts | None) -> list[int] | None:
-        """Returns the tokens that the draft head can draft; None: all. texts: the tokenizer, if it is no file."""
+    def draft_vocabulary(self, texts: TokenizerTexts | None, most: int | None = None) -> list[int] | None:
+        """Returns the tokens that can be drafted; None: all. texts: the tokenizer, if it is no file. most: of the
+        base; None: as the options say."""
         files, count, size = self.source.files, self.options.draft_vocab, self.source.config.vocab_size
+        count = count if most is None else min(count or most, most)
         if files is None or not 0 < count < size:
             return draftable(count, size)
         text = texts.tokenizer if texts else ""

@@ -13,13 +13,22 @@ from dataclasses import dataclass, field
 from deltic.engine.scheduler import Scheduler
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import UNKNOWN, StepPlan
-from deltic.params import MAX_DRAFTS, Draft, Mtp, Ngram
+from deltic.model.partial_head import PART
+from deltic.params import MAX_DRAFTS, Auto, Draft, Head, Mtp, Ngram
 from deltic.runner.launch import InFlight
 from deltic.runner.model_runner import Model
 from deltic.runner.sampling import changes_logits, slow
-from deltic.spec_decode.draft_length import Acceptance, AdaptiveDraftLength, DraftLength, Growth
+from deltic.spec_decode.draft_length import (
+    LONGEST,
+    Acceptance,
+    AdaptiveDraftLength,
+    DraftLength,
+    Growth,
+    HeadGrowth,
+)
 from deltic.spec_decode.draft_model import DraftModelProposer
 from deltic.spec_decode.mtp import PendingDrafts, Wants
+from deltic.spec_decode.partial_head import MAX_ROWS, HeadProposer, TokenGroups
 from deltic.spec_decode.proposers import AsyncProposer, MtpProposer, NgramProposer, Proposer
 
 log = logging.getLogger("deltic")
@@ -47,11 +56,22 @@ def drafter_of(runtime: Model) -> Proposer | None:
     if isinstance(speculation, Draft):
         assert runtime.draft is not None
         return DraftModelProposer(runtime.draft, runtime.config.vocab_size, speculation.tokens)
+    if runtime.partial_head is not None and isinstance(speculation, Head):
+        return HeadProposer(runtime, runtime.partial_head, speculation.tokens)
     if runtime.mtp_runner is None or speculation is None:
         return None
     return MtpProposer(
         runtime, runtime.mtp_runner, speculation.tokens if isinstance(speculation, Mtp) else Mtp().tokens
     )
+
+
+def depth_of(drafter: Proposer | None, runtime: Model) -> DraftLength:
+    """The default number of a proposer's drafts."""
+    if isinstance(drafter, HeadProposer):
+        head = drafter.head
+        # the acceptance is known without drafts, so only times have to be measured again
+        return AdaptiveDraftLength(drafter.limit, HeadGrowth(head.share, 1 / PART), LONGEST)
+    return AdaptiveDraftLength(drafter.limit if drafter else 0, Growth.of(runtime.config))
 
 
 class SpeculationController:
@@ -62,13 +82,15 @@ class SpeculationController:
         self, runtime: Model, scheduler: Scheduler, drafter: Proposer | None, depth: DraftLength | None
     ) -> None:
         self.drafter = drafter_of(runtime) if drafter is None else drafter
-        self.depth = depth or AdaptiveDraftLength(self.drafter.limit if self.drafter else 0, Growth.of(runtime.config))
+        self.depth = depth or depth_of(self.drafter, runtime)
         self.stats = SpeculationStats()
         self._runtime, self._scheduler = runtime, scheduler
         self._usual = Acceptance.hopeful(self.depth.limit)
         self._next: int | None = None
-        self.pending: PendingDrafts | None = None
+        self.pending: PendingDrafts | TokenGroups | None = None
         self._max_rows = runtime.capabilities.max_verify_rows or 1 << 30
+        if isinstance(self.drafter, HeadProposer):
+            self._max_rows = MAX_ROWS
 
     def draft(self) -> list[Sequence]:
         """Sets the drafts of the sequences that decode in the next step. Returns these sequences; none if speculation
@@ -83,10 +105,11 @@ class SpeculationController:
         granted = self._grants(ready)
         try:
             if granted and len(granted) == len(self._scheduler.running):
-                self.pending = self._take_pending(granted)
+                self.pending = (self.drafter.take_groups(granted) if isinstance(self.drafter, HeadProposer)
+                                else self._take_pending(granted))
             if self.pending:
                 for sequence, count in granted:
-                    sequence.drafts.tokens = (UNKNOWN,) * min(count, self.pending.drafted.drafts)
+                    sequence.drafts.tokens = (UNKNOWN,) * min(count, self.pending.most)
                 return ready
             found = self.drafter.draft(granted) if granted else []
             checked = [self._checked(tokens[:count]) for (_, count), tokens in zip(granted, found, strict=True)]
@@ -159,8 +182,9 @@ class SpeculationController:
 
     def learn(self, sequence: Sequence, drafted: int, right: int) -> None:
         """Records the acceptance of verified drafts."""
-        for acceptance in (self._acceptance(sequence), self._usual):
-            acceptance.learn(drafted, right)
+        if not isinstance(self.drafter, HeadProposer):  # which learns from all tokens
+            for acceptance in (self._acceptance(sequence), self._usual):
+                acceptance.learn(drafted, right)
         for position in range(drafted):
             self.stats.drafted_at[position] += 1
             self.stats.accepted_at[position] += position < right
@@ -222,6 +246,8 @@ class SpeculationController:
         """The acceptance statistics of a sequence, which begin with those of all."""
         if sequence.drafts.acceptance is None:
             sequence.drafts.acceptance = Acceptance.like(self._usual)
+        if isinstance(self.drafter, HeadProposer):
+            self.drafter.observe(sequence, sequence.drafts.acceptance)
         return sequence.drafts.acceptance
 
 

@@ -13,6 +13,8 @@ from deltic.config import ModelConfig
 
 _LEARNING = 0.08
 """Least weight of the newest draft in a position's acceptance rate; the first ones weigh more."""
+_OBSERVING = 0.02
+"""The same of a token that could have been a draft, as there are more of them."""
 _PRIOR = 3
 """The weight of the initial rate, in drafts."""
 _TIMINGS = 5
@@ -29,7 +31,7 @@ _WORTH = 1.03
 """The speed-up from which on drafting pays, because times vary."""
 _BURST = 3
 """Steps with drafts that are tried in a row after some without."""
-_SHORTEST, _LONGEST = 64, 1024
+_SHORTEST, LONGEST = 64, 1024
 """Steps without drafts before they are tried again: at first, and at most."""
 
 
@@ -50,6 +52,12 @@ class Acceptance:
         """Begins with the rates of others."""
         return cls([*other.shares], [_PRIOR] * len(other.shares))
 
+    def observe(self, right: bool) -> None:
+        """Records that one more draft would have been right or wrong, at any position."""
+        weight = self.weights[0] + 1
+        share = self.shares[0] + max(_OBSERVING, 1 / weight) * (right - self.shares[0])
+        self.shares[:], self.weights[:] = [share] * len(self.shares), [weight] * len(self.weights)
+
     def learn(self, drafted: int, accepted: int) -> None:
         """Records verified drafts. Those after the first wrong one do not count."""
         for position in range(min(accepted + 1, drafted)):
@@ -64,6 +72,26 @@ class Acceptance:
             chain *= share
             total += chain
         return total
+
+
+class TimeGrowth(Protocol):
+    """The assumed growth of a step's time with its drafts, until it is measured."""
+
+    def factor(self, rows: int, drafts: int) -> float:
+        """The time of a step with drafts, relative to one without."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGrowth:
+    """The growth if each draft passes all layers and a part of the matrix of logits. head: that matrix's share of a
+    token's bytes. part: the part's share of the matrix."""
+
+    head: float
+    part: float
+
+    def factor(self, rows: int, drafts: int) -> float:
+        """The time of a step with drafts, relative to one without."""
+        return 1 + drafts * (1 - self.head + self.head * self.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +163,7 @@ class AdaptiveDraftLength:
     A step without drafts right after one with them is not measured: it still has to apply the delta log.
 
     growth: of the times that are not known.
+    shortest: after how many steps without drafts to try again at first.
     seconds: time of a step by (sequences, drafts).
     recent: what was measured last.
     last: drafts of the last step.
@@ -145,15 +174,19 @@ class AdaptiveDraftLength:
     """
 
     limit: int
-    growth: Growth = field(default_factory=Growth)
+    growth: TimeGrowth = field(default_factory=Growth)
+    shortest: int = _SHORTEST
     seconds: dict[tuple[int, int], float] = field(default_factory=dict)
     recent: defaultdict[tuple[int, int], deque[float]] = field(
         default_factory=lambda: defaultdict(partial(deque[float], maxlen=_TIMINGS)))
     last: int = 0
     busy: int = 0
     quiet: int = 0
-    wait: int = _SHORTEST
+    wait: int = 0
     burst: int = 0
+
+    def __post_init__(self) -> None:
+        self.wait = self.wait or self.shortest
 
     def choose(self, known: Sequence[Acceptance], rows: int) -> int:
         if len(self.recent[rows, 0]) < _SURE:
@@ -165,11 +198,11 @@ class AdaptiveDraftLength:
         if best and self._rate(known, rows, best) > _WORTH * self._rate(known, rows, 0):
             self.busy, self.quiet, self.burst = self.busy + 1, 0, 0
             if all(acceptance.shares[0] > _HOPE / 2 for acceptance in known):
-                self.wait = _SHORTEST
+                self.wait = self.shortest
             return best
         self.quiet += 1
         if self.quiet >= self.wait:
-            self.quiet, self.burst, self.wait = 0, _BURST, min(2 * self.wait, _LONGEST)
+            self.quiet, self.burst, self.wait = 0, _BURST, min(2 * self.wait, LONGEST)
         if self.burst:
             self.burst -= 1
             return min(2, self.limit)

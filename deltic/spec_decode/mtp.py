@@ -204,15 +204,20 @@ class PendingDrafts:
     found: Tensor
     arrived: torch.cuda.Event
 
+    @property
+    def most(self) -> int:
+        """The number of drafts of each sequence."""
+        return self.drafted.drafts
+
     def covers(self, sequences: Iterable[Sequence]) -> bool:
         """True if it has drafts for all of these sequences, as far as the host knows."""
         return all(sequence in self.places and self.places[sequence][0] is sequence.cache for sequence in sequences)
 
-    def resolve(self, plan: StepPlan, sequences: List[Sequence]) -> StepPlan:
-        """Waits for the drafts. Returns the plan with them; it has one row for each sequence."""
-        return replace(plan, rows=tuple([replace(row, tokens=(row.tokens[0], *self.drafts(sequence, row.drafts)))
-                                         if row.drafts else row
-                                         for row, sequence in zip(plan.rows, sequences, strict=True)]))
+    def resolve(self, plan: StepPlan, sequences: list[Sequence]) -> tuple[StepPlan, list[Sequence]]:
+        """Waits for the drafts. Returns the plan with them, and the sequence of each row."""
+        rows = [replace(row, tokens=(row.tokens[0], *self.drafts(sequence, row.drafts))) if row.drafts else row
+                for row, sequence in zip(plan.rows, sequences, strict=True)]
+        return replace(plan, rows=tuple(rows)), sequences
 
     def on_device(self, rows: List[PlannedRow], sequences: List[Sequence]) -> DeviceTokens:
         """The places of the tokens of rows with these drafts."""
