@@ -14,7 +14,7 @@ from deltic.engine.scheduler import Scheduler
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import UNKNOWN, StepPlan
 from deltic.model.partial_head import PART
-from deltic.params import MAX_DRAFTS, Auto, Draft, Head, Mtp, Ngram
+from deltic.params import MAX_DRAFTS, Draft, Head, Mtp, Ngram
 from deltic.runner.launch import InFlight
 from deltic.runner.model_runner import Model
 from deltic.runner.sampling import changes_logits, slow
