@@ -405,7 +405,7 @@ class CutsState(HybridCache):
 def test_the_machine_notices_a_broken_cache(kind: type[HybridCache | CachePools]) -> None:
     looks = 9 if kind is GoesBackwards else 1
     with pytest.raises((AssertionError, IndexError)):
-        programs(600, kind, looks, report_multiple_bugs=False, phases=PHASES)
+        programs(2400, kind, looks, report_multiple_bugs=False, phases=PHASES)
 
 
 # Directly

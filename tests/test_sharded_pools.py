@@ -248,7 +248,7 @@ def test_a_plan_for_one_device_is_a_plan_for_all(count: int, kv_heads: int) -> N
     """The memory of a device, planned for its part of the model, holds what the plan promises, on every device."""
     config = odd_shape(num_attention_heads=4, num_key_value_heads=kv_heads, head_dim=16,
                        linear=LinearConfig(4, 4, 64, 64, 4))
-    options = EngineConfig(memory="3MiB", dtype="float32", max_batch=8, max_context=300)
+    options = EngineConfig(memory="3MiB", dtype="float32", max_batch=8, max_context=300, device="cpu")
     memory, extras = plan_memory(shard_config(config, count), options, F32, False, True)
     assert memory.layout and memory.delta_logs and not memory.warnings
     pools = allocate_shards(config, memory.pages, memory.slots, F32, [backends()["torch"]] * count, ["cpu"] * count,

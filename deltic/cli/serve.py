@@ -69,8 +69,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
                         help="a directory in which clients may save what the model has read of a prompt, and from "
                              "which they load it (default: they may not)")
     parser.add_argument("--lora", action="append", type=_named_lora, default=[], metavar="NAME=PATH",
-                        help="directory of an adapter (LoRA in the format of peft), which requests use with the model "
-                             "NAME or MODEL:NAME; may be repeated")
+                        help="serve an adapter (LoRA), as the model NAME; may be repeated")
     parser.add_argument("--lora-dir", type=path_name, metavar="DIR",
                         help="a directory below which clients may name adapters (LoRA) to load in a running server "
                              "(default: they may load and unload none)")
@@ -114,7 +113,7 @@ def _add_connections(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tls-certificate", type=existing_file, metavar="FILE",
                        help="serve https with this PEM file: the certificate and its intermediate certificates")
     group.add_argument("--tls-key", type=existing_file, metavar="FILE",
-                       help="the certificate's private key, as PEM without a passphrase")
+                       help="the certificate's key, a PEM without passphrase")
     group.add_argument("--drain-seconds", type=seconds(), default=30.0, metavar="N",
                        help="seconds for running answers after Ctrl-C or SIGTERM; a second one ends them at once "
                             "(default: 30)")
