@@ -15,7 +15,7 @@ mixture    the same with a mixture of experts and its head, whose answers are th
            may pass other experts than those before it, which have to be read too
 part       a part of the matrix of logits drafts and the whole verifies (`--speculate head`). Weights are random,
            so the part contains an eighth of the tokens; it is made to contain each token with a probability
-text       the same with a real model, whose part drafts in earnest: how many of the tokens it contains, and time
+text       the same with a real model: the share of tokens that its part contains, and time
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ def test_split_models_take_no_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("budget", [64, 512])
 def test_rows_with_adapters_are_computed_apart_where_the_device_overlaps(budget: int) -> None:
-    """As on a GPU, whose own steps serve the other rows."""
+    """As on a GPU: its own steps serve the other rows."""
     runtime, adapters = three("dense", BACKENDS[-1])
     watch = Watch(small_runtime(runtime, batch=8, budget=budget))
     watch.runtime.capabilities = replace(watch.runtime.capabilities, overlaps=True)

@@ -91,7 +91,7 @@ def test_a_setting_that_is_not_supported_is_named(settings: dict[str, Any], said
 
 
 def test_whole_matrices_are_not_served(tmp_path: Path) -> None:
-    """Those that peft adds to terms of lm_head are the base model's own."""
+    """peft stores the base model's lm_head with its terms."""
     path = changed(tmp_path, {f"{PREFIX}lm_head.weight": zeros(509, 40),
                               f"{PREFIX}model.embed_tokens.base_layer.weight": zeros(509, 40)})
     assert read(path).layers

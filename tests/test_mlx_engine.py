@@ -1,4 +1,4 @@
-"""Device mlx: logits of transformers and of mlx-lm, and the same answers whatever else runs (L6)."""
+"""Device mlx: logits of transformers and of mlx-lm, and the same answers in every batch (L6)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ needs_mlx = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "linear": LinearConfig(2, 6, 24, 128, 4)}
 """Sizes that can be quantized."""
 def some(values: Iterable[Any], *quick: Any) -> list[Any]:
-    """All values, of which a few are for every run of the tests."""
+    """Marks all values but a few as slow."""
     columns = [value if isinstance(value, tuple) else (value,) for value in values]
     return [pytest.param(*each, marks=() if each in quick or each[0] in quick else pytest.mark.slow)
             for each in columns]
@@ -123,7 +123,7 @@ def test_bfloat16_differs_by_its_rounding(name: str) -> None:
     assert 0 < own < 1.5 * other
 
 
-# The same answers whatever else runs
+# The same answers in every batch
 
 
 CASES = [grid.Case(*values) for values in (  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def test_same_logits_in_every_batch(case: grid.Case) -> None:
 
 @needs_mlx
 @pytest.mark.parametrize("story", some(reuse.STORIES, "warm", "from host, mid-page", "from disk, exact and forked"))
-def test_same_logits_whatever_the_cache_knows(story: str, tmp_path: Path) -> None:
+def test_same_logits_with_every_state_of_the_cache(story: str, tmp_path: Path) -> None:
     budget, batch = (7, 1) if "disk" in story else (64, 3)
     reuse.check_logits(reuse.Case("mlx", story, budget, batch, aborted=batch > 1), tmp_path)
 
@@ -147,7 +147,7 @@ def test_same_logits_whatever_the_cache_knows(story: str, tmp_path: Path) -> Non
 @needs_mlx
 @pytest.mark.parametrize(("pattern", "story"), some(
     itertools.product(("right", "wrong", "now and then", "itself"), ("cold", "forked")), ("now and then", "forked")))
-def test_same_tokens_whatever_is_drafted(pattern: str, story: str, tmp_path: Path) -> None:
+def test_same_tokens_with_all_drafts(pattern: str, story: str, tmp_path: Path) -> None:
     case = drafts.Case("mlx", pattern, 3, story, 3, 64, False, "greedy")
     drafts.test_l6_same_tokens_whatever_is_drafted(case, tmp_path)
 

@@ -91,7 +91,7 @@ def test_packed_weights_off_dequantizes(tmp_path: Path) -> None:
 
 
 def test_a_draft_head_beside_a_packed_trunk(tmp_path: Path) -> None:
-    """mlx-lm drops heads; a file beside the model has one."""
+    """mlx-lm drops heads; a file in the model's folder has one."""
     written(tmp_path, "qwen3_5", FORMS["4 bits"])
     options = EngineConfig(dtype="float32", memory="16MiB", threads=1, device="mlx", speculate="mtp:3")
     config = replace(open_model(str(tmp_path)).config, num_mtp_layers=1)

@@ -248,7 +248,7 @@ def emptied(path):
 
 
 REFUSALS = {
-    "adapter": (adapter, r"is an adapter \(LoRA\) and no model: serve it beside its base model 'Qwen/Qwen3.5-0.8B'"),
+    "adapter": (adapter, r"is an adapter \(LoRA\) and no model: serve it with its base model 'Qwen/Qwen3.5-0.8B'"),
     "git-lfs weights": (pointer("model.safetensors"), "is a git-lfs pointer and not the file itself: run `git"),
     "git-lfs config": (pointer("config.json"), "config.json is a git-lfs pointer"),
     **{method: (config(quantization_config={"quant_method": method, "bits": 4}),

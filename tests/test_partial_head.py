@@ -167,7 +167,7 @@ def test_forced_tokens_need_the_host(made: Callable[[], Dictate] | None) -> None
 
 @pytest.mark.parametrize("after", range(3, 9))
 def test_a_request_that_comes_stops_the_groups(after: int) -> None:
-    """Prompts share steps with answers, whose drafts are dropped: the host does not know them."""
+    """Prompts share steps with answers. The drafts of these are dropped: the host does not know them."""
     requests = [EngineRequest(name, numbers(seed, 30, 509), PARAMS["drawn"]) for seed, name in enumerate("abc")]
     plain = serve(Engine(runtime_of(odd_runtime())), *requests)
     engine, answers = engine_of(4, budget=16), {}

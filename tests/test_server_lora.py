@@ -1,4 +1,4 @@
-"""Adapters (LoRA) over HTTP: per request by name, loaded and unloaded while requests run, at nobody else's cost."""
+"""Adapters (LoRA) over HTTP: per request by name, loaded and unloaded while other requests run undisturbed."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def _token_bytes(config: ModelConfig, dtype: DType, quant: str) -> int:
 
 def plan_cache(config: ModelConfig, engine: EngineConfig, sizes: Mapping[str, int] | None = None, others: int = 0
                ) -> tuple[MemoryPlan, PoolOptions] | None:
-    """Plans the cache beside the weights; None if they leave no room.
+    """Plans the cache for the memory that the weights leave. Returns None if they leave none.
 
     sizes: bytes of the weights in memory, by name; default: those of plain weights that are quantized as options say.
     others: bytes of a draft head and a vision tower on the CPU.

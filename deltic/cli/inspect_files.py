@@ -113,7 +113,7 @@ def _forms(groups: list[WeightGroup], files: ModelFiles, engine: EngineConfig) -
 
 
 def _device_facts(files: ModelFiles, groups: list[WeightGroup], engine: EngineConfig) -> Facts:
-    """Bytes of weights on a device, and the cache beside them."""
+    """Returns the bytes of weights and cache on a device."""
     from deltic.runner.weights import served_sizes
 
     config, dtype = files.config, activation_dtype(files.config, engine)

@@ -148,7 +148,7 @@ class Vocabulary(Protocol):
 
 
 def with_ends(runtime: ModelRunner | ProgramModel, tokenizer: Vocabulary | None) -> ModelRunner | ProgramModel:
-    """Adds a tokenizer's end-of-text tokens to those that end answers: some configs name only one of them."""
+    """Adds a tokenizer's end-of-text tokens to those that end answers: some configs name only one."""
     if tokenizer is None:
         return runtime
     if tokenizer.vocab_size > runtime.config.vocab_size:

@@ -1,5 +1,4 @@
-"""The files of a checkpoint, in a directory or on the Hugging Face hub, of which only the parts that are read are
-downloaded."""
+"""The files of a checkpoint, in a directory or on the Hugging Face hub. Only the parts that are read are downloaded."""
 
 from __future__ import annotations
 
@@ -118,7 +117,7 @@ def directory_checkpoint(directory: Path) -> CheckpointFiles:
 
 
 def open_checkpoint(model: str, revision: str | None = None, token: str | None = None) -> CheckpointFiles:
-    """Opens the files of a directory, or of a repository, of which only the parts that are read are downloaded.
+    """Opens the files of a directory or a repository. Only the parts that are read are downloaded.
 
     Raises ModelError as `resolve`, and for a GGUF file.
     """

@@ -83,7 +83,7 @@ def _refuse_adapter(directory: Path) -> None:
     base = None
     with suppress(OSError, ValueError, RecursionError, AttributeError):
         base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    raise ModelError(f"{directory} is an adapter (LoRA) and no model: serve it beside its base model"
+    raise ModelError(f"{directory} is an adapter (LoRA) and no model: serve it with its base model"
                      f"{f' {show(base)}' if base else ''} (deltic serve MODEL --lora name={directory}), or merge it "
                      "(deltic convert MODEL merged.gguf --lora ...)")
 

@@ -316,7 +316,7 @@ def _factors(module: str, parts: Mapping[str, str], directory: Path, config: Mod
              tensors: Mapping[str, StoredTensor]) -> _Factors:
     for part in ("lora_A", "lora_B"):
         if part not in parts:
-            raise ModelError(f"tensor {next(iter(parts.values()))[:200]!r} of {directory} has no {part} beside it; "
+            raise ModelError(f"tensor {next(iter(parts.values()))[:200]!r} of {directory} has no {part}; "
                              "save the adapter again")
     plain = _tail(module)
     try:
@@ -351,13 +351,13 @@ def check_served(files: LoraFiles) -> None:
     if files.dora:
         name = next(each.magnitude for each in files.factors if each.magnitude)
         raise ModelError(f"tensor {name[:200]!r} of {files.path}: an adapter with magnitudes (DoRA) is not served "
-                         f"beside its base model: {_MERGE}")
+                         f"with its base model: {_MERGE}")
     if files.saved:
         name = next(iter(files.saved.values()))
         raise ModelError(f"tensor {name[:200]!r} of {files.path} replaces a whole matrix (modules_to_save): such an "
-                         f"adapter is not served beside its base model: {_MERGE}")
+                         f"adapter is not served with its base model: {_MERGE}")
     if any(each.name == EMBEDDING for each in files.factors):
-        raise ModelError(f"{files.path} has low-rank terms of the embedding: such an adapter is not served beside its "
+        raise ModelError(f"{files.path} has low-rank terms of the embedding: such an adapter is not served with its "
                          f"base model: {_MERGE}")
 
 

@@ -185,7 +185,7 @@ def _group(kind: str, storage: str, weights: Sequence[SurveyedWeight]) -> Weight
 
 
 def survey(model: str | None, revision: str | None = None, token: str | None = None) -> Survey | None:
-    """Surveys a directory, a GGUF file, or a repository of the hub, of which only headers and configs are fetched. None
+    """Surveys a directory, a GGUF file, or a repository of the hub. Only its headers and configs are fetched. None
     for a local model of another kind, such as a compiled one.
 
     Raises ModelError with a remedy if there is no such model, or if its files cannot be read.

@@ -108,7 +108,7 @@ class PackedRows:
 class Role:
     """A tensor that a format stores for each weight.
 
-    suffixes: ends of its name, of which a file has one; `weight` is that of a plain weight.
+    suffixes: possible ends of its name; a file has one; `weight` is that of a plain weight.
     dtypes: safetensors dtypes that it may have.
     """
 

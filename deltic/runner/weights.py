@@ -465,8 +465,8 @@ def served_sizes(files: ModelFiles, options: EngineConfig, dtype: DType) -> dict
 
 def _stored_sizes(config: ModelConfig, dtype: DType, float8: Collection[str], stored: Mapping[str, BlockType],
                   on_gpu: bool) -> dict[str, int]:
-    """Returns the bytes of weights of which some stay as they are stored. float8: names of those in float8. stored: the
-    types of those in blocks."""
+    """Returns the bytes of weights if some of them stay as they are stored. float8: names of those in float8.
+    stored: the types of weights in blocks."""
     shapes, kept = expected_tensors(config), {part for name in float8 for part in packed_parts(name) or (name,)}
     found, sizes = weight_sizes(config, dtype, "none"), weight_sizes(config, dtype, STORED)
     found |= {name: sizes[name] for name in sizes.keys() & kept}

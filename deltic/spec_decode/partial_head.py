@@ -131,7 +131,7 @@ class TokenGroups:
 
 
 def _single(row: PlannedRow, index: int, token: int) -> PlannedRow:
-    """The row of the token `index` of a group, whose logits are put off. The first one is no draft: it writes the
+    """Returns the row of token `index` of a group, without logits. The first one is no draft: it writes the
     state, so the log holds no more than the drafts, and a step replays few tokens."""
     done, base = row.done + index, row.done + 1
     if not index:

@@ -49,7 +49,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
-    """AttentionRows that attend together, with the same number of tokens each.
+    """Rows that attend together, with the same number of tokens each.
 
     tokens: theirs in the batch. count: of rows. table [R, n]: pages; None: nothing lies in pages yet.
     context: tokens to take from the pages. mask [R, 1, 1, context + 1]: what a row of one token attends to; None: all

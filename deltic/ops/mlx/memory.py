@@ -105,7 +105,7 @@ def _evaluated(array: Array) -> Array:
 
 
 def whole_of(tensors: list[Tensor]) -> Array | None:
-    """Returns the array of which the tensors are the leading entries, all and in order; None if there is none."""
+    """Returns the array that has exactly these tensors as its leading entries, in order; None if there is none."""
     memory = _whole.get(tensors[0].untyped_storage().data_ptr())
     if memory is None or memory.whole.shape != (len(tensors), *tensors[0].shape):
         return None
