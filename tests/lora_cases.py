@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from support import small_runtime
+from support import DEVICE, small_runtime
 from torch import Tensor
 
 from deltic.config import EngineConfig, ModelConfig
@@ -23,7 +23,7 @@ from deltic.runner.input_batch import build, with_adapters
 from deltic.runner.model_runner import ModelRunner
 
 PREFIX = "base_model.model."
-SMALL: dict[str, Any] = {"dtype": "float32", "memory": "8MiB", "max_batch": 8, "threads": 1}
+SMALL: dict[str, Any] = {"dtype": "float32", "memory": "8MiB", "max_batch": 8, "threads": 1, "device": DEVICE}
 
 
 def linears(config: ModelConfig) -> dict[str, tuple[int, ...]]:

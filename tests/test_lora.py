@@ -14,6 +14,7 @@ import pytest
 import torch
 from lora_cases import adapters_of, linears, logits_of, merged, random_adapter, random_weights, runtime_of, stacks
 from support import (
+    DEVICE,
     Answers,
     Watch,
     drain,
@@ -37,7 +38,7 @@ from deltic.params import EngineRequest, Usage
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.draft_length import FixedDraftLength
 
-BACKENDS = ["torch", *([] if missing() else ["cpu"])]
+BACKENDS = ["torch", *([] if missing() or DEVICE != "cpu" else ["cpu"])]
 SHAPES: dict[str, ModelConfig] = {
     "dense": odd_shape(num_hidden_layers=2, layer_types=("linear_attention", "full_attention")),
     "experts": moe_shape(num_hidden_layers=2, layer_types=("linear_attention", "full_attention")),
