@@ -9,6 +9,7 @@
 // Vectors of scores have positions as lanes: whatever lies in the keys of positions that a query must not see stays in
 // lanes that are masked. Values of such positions are never multiplied at all.
 #include "int4.hpp"
+#include "int8.hpp"
 #include "levels.hpp"
 #include "pool.hpp"
 #include "simd.hpp"
@@ -89,7 +90,10 @@ struct Call {
     int64_t record;  // floats of a result: weighted values [padded], maximum, sum of weights
 
     bool int4() const { return kv.type == DELTIC_INT4; }
-    int64_t token_bytes(int bits) const { return layer.kv_heads * int4_width(dim, bits); }  // of int4
+    // Of a token in pages of int4 or int8.
+    int64_t token_bytes(int bits) const {
+        return int4() ? layer.kv_heads * int4_width(dim, bits) : int8_bytes(layer.kv_heads, dim);
+    }
     int64_t width() const { return (layer.gate ? 2 : 1) * layer.heads * dim + 2 * layer.kv_heads * dim; }
     int64_t stride() const { return layer.kv_heads * dim; }  // from one position of a page to the next
     const float *query_of(int64_t kv_head, int64_t token) const {
@@ -125,6 +129,20 @@ template <> void store_token<Int4>(const Call &call, int64_t token, const float 
         std::memcpy(head_of, values + head * dim, size_t(dim) * sizeof(float));
         rotate_head(head_of, dim);
         write_head(head_of, dim, kValueBits, {value_to, head, heads, dim, kValueBits});
+    }
+}
+
+template <> void store_token<Int8>(const Call &call, int64_t token, const float *keys) {
+    const auto &layer = call.layer;
+    int64_t dim = call.dim, turned = layer.rotary_dim;
+    int64_t place = call.batch.store[token] * int8_bytes(layer.kv_heads, dim), scales = place + call.stride();
+    auto *key_to = static_cast<int8_t *>(call.kv.keys), *value_to = static_cast<int8_t *>(call.kv.values);
+    float head_of[kInt8Dim];
+    for (int64_t head = 0; head < layer.kv_heads; ++head) {
+        prepare_head(keys + head * dim, layer.k_norm, call.cosines + token * turned, call.sines + token * turned, dim,
+                     turned, layer.eps, 1.0f, head_of);
+        write_int8(head_of, dim, key_to + place + head * dim, key_to + scales + head * 4);
+        write_int8(keys + call.stride() + head * dim, dim, value_to + place + head * dim, value_to + scales + head * 4);
     }
 }
 
@@ -355,13 +373,40 @@ struct Job {
 // Rows of a job's arrays per key head: one per query, and those that pad the last tile.
 int64_t rows_of(const Call &call, int64_t tokens) { return round_up(tokens * call.group, 4); }
 
+// What else a thread has for int8.
+struct Int8Space {
+    int32_t *factors = nullptr;  // of weights: [quads of positions, rows of the tile, 2], tile by tile
+    int32_t *sums = nullptr;     // of weighted values: [rows, padded]
+    float *units = nullptr, *weight_units = nullptr;  // of the factors of queries and of weights: [rows]
+    float *key_scales = nullptr, *value_scales = nullptr;  // [heads, kPart]
+    int8_t *block = nullptr;                               // quads of values: [kBlock / 4, padded]
+
+    static constexpr int64_t kBlock = 64;  // positions whose values are woven at a time
+    Int8Space() = default;
+    static int64_t floats(const Call &call, int64_t rows) {
+        if (call.kv.type != DELTIC_INT8) return 0;
+        return rows * (kPart + call.padded + 2) + kBlock / 4 * round_up(call.padded, 64) + 2 * kLanes;
+    }
+    Int8Space(const Call &call, int64_t rows, float *from) {
+        block = reinterpret_cast<int8_t *>(from);
+        sums = reinterpret_cast<int32_t *>(from + kBlock / 4 * round_up(call.padded, 64));
+        factors = sums + rows * call.padded;
+        key_scales = reinterpret_cast<float *>(factors + rows * (kPart / 2));
+        value_scales = key_scales + rows * (kPart / 4);
+        units = value_scales + rows * (kPart / 4);
+        weight_units = units + rows;
+    }
+};
+
 // A thread's memory.
 struct Space {
     float *queries, *scores, *panel, *total, *part;
+    Int8Space int8;
 
     static int64_t panel_floats(const Call &call) { return most(call.dim, kPart) * kPanel; }
     static int64_t floats(const Call &call, int64_t rows) {
-        return rows * (call.dim + kScores + 2 * call.record) + panel_floats(call) + kLanes;
+        return rows * (call.dim + 2 + kScores + 2 * call.record) + panel_floats(call) + kLanes +
+               Int8Space::floats(call, rows);
     }
     Space(const Call &call, int64_t rows, float *from) {
         scores = from;
@@ -369,11 +414,12 @@ struct Space {
         part = total + rows * call.record;
         panel = part + rows * call.record;
         queries = panel + panel_floats(call);
+        int8 = Int8Space(call, rows, queries + rows * (call.dim + 2) + kLanes);
     }
 };
 
 template <typename T> struct Worker {
-    static constexpr bool kInt4 = std::is_same_v<T, Int4>;
+    static constexpr bool kInt4 = std::is_same_v<T, Int4>, kInt8 = std::is_same_v<T, Int8>;
     const Call &call;
     const Job &job;
     const Space &space;
@@ -393,6 +439,8 @@ template <typename T> struct Worker {
         int64_t number = call.batch.pages[job.row * call.batch.table + (start + position) / kPage];
         if constexpr (kInt4)
             return static_cast<const T *>(pool) + number * kPage * call.token_bytes(bits_of(pool));
+        else if constexpr (kInt8)
+            return static_cast<const T *>(pool) + number * kPage * call.token_bytes(8) + job.head * dim;
         else return static_cast<const T *>(pool) + number * kPage * call.stride() + job.head * dim;
     }
     int bits_of(const void *pool) const { return pool == call.kv.keys ? kKeyBits : kValueBits; }
@@ -436,7 +484,8 @@ template <typename T> struct Worker {
     }
 
     void run() {
-        pack_queries();
+        if constexpr (kInt8) pack_codes();
+        else pack_queries();
         int64_t last = call.batch.done[job.row] + job.first + job.tokens;
         for (int64_t part = job.part; part < job.end; ++part) {
             start = part * kPart;
@@ -470,20 +519,29 @@ template <typename T> struct Worker {
 
     // A single tile uses what it loads once: unpacking it to memory would be in vain.
     static bool direct(const Call &call, int64_t tokens) {
-        return !kInt4 && tokens * call.group <= kTile && call.dim % kGroup<T> == 0 && call.dim % kPanel == 0;
+        if (kInt4 || tokens * call.group > kTile) return false;
+        return kInt8 || (call.dim % kGroup<T> == 0 && call.dim % kPanel == 0);
     }
 
     void run_part(float *result) {
-        bool straight = direct(call, job.tokens);
-        std::memset(result, 0, size_t(job.heads * rows * call.record) * sizeof(float));
-        if constexpr (kInt4) score();
-        else straight ? score_directly() : score();
+        if constexpr (kInt8) {
+            score_int8();
+            weigh_int8(result);
+        } else {
+            bool straight = direct(call, job.tokens);
+            std::memset(result, 0, size_t(job.heads * rows * call.record) * sizeof(float));
+            if constexpr (kInt4) score();
+            else straight ? score_directly() : score();
+            soften_all(result);
+            if constexpr (kInt4) weigh_panels(result);
+            else straight ? weigh_directly(result) : weigh_panels(result);
+        }
+    }
+    void soften_all(float *result) {
         each_query([&](int64_t row, int64_t query, int64_t) {
             if (int64_t count = seen(query))
                 soften(space.scores + row * kScores, count, result + row * call.record + call.padded);
         });
-        if constexpr (kInt4) weigh_panels(result);
-        else straight ? weigh_directly(result) : weigh_panels(result);
     }
 
     // All heads of a page before the next page: memory is fastest when it is read in one go.
@@ -585,6 +643,161 @@ template <typename T> struct Worker {
         }
     }
 
+    // ---- int8: scores and weighted values as sums of integers. Factors of a tile lie as [quads, its rows, 2].
+
+    // body(row of the job's arrays, tile, integral constant of its padded rows) for the tiles of a head that see
+    // positions behind the first `before` of the part.
+    template <typename Body> void each_tile(int64_t head, int64_t before, Body &&body) {
+        for (int64_t tile = 0; tile < queries; tile += kTile)
+            if (seen(tile + tile_rows(tile) - 1) > before)
+                by_rows(tile_rows(tile), [&](auto padded) { body(head * rows + tile, tile, padded); });
+    }
+    // x [count] in units of 1 / inverse; to [quads, R, 2], with zeros behind x.
+    template <int R, bool kSpread>
+    static void write_factors(const float *x, int64_t count, float inverse, int64_t quads, int32_t *to) {
+        uint16_t codes[kInt8Dim] = {};
+        Floats high = splat(kLargestFactor);
+        for (int64_t i = 0; i < count; i += kLanes) {
+            Floats scaled = take(x + i, count - i) * inverse;
+            to_u16(codes + i, (Words)to_nearest(maximum(minimum(scaled, high), -high)));
+        }
+        for (int64_t quad = 0; quad < quads; ++quad, to += 2 * R) {
+            uint64_t four = factors_of<kSpread>(reinterpret_cast<int16_t *>(codes) + 4 * quad);
+            std::memcpy(to, &four, sizeof four);
+        }
+    }
+    int64_t query_quads() const { return pieces_of(dim, 4); }
+    void pack_codes() {
+        for (int64_t h = 0; h < job.heads; ++h) {
+            const float *from = call.query_of(job.head + h, call.batch.starts[job.row] + job.first);
+            for (int64_t tile = 0; tile < queries; tile += kTile)
+                by_rows(tile_rows(tile), [&](auto padded) {
+                    int32_t *to = query_factors(h * rows + tile);
+                    for (int64_t r = 0; r < tile_rows(tile); ++r) {
+                        const float *query = from + (tile + r) * dim;
+                        Unit unit(largest(query, dim), kLargestFactor);
+                        space.int8.units[h * rows + tile + r] = unit.size;
+                        write_factors<padded.value, false>(query, dim, unit.inverse, query_quads(), to + 2 * r);
+                    }
+                });
+        }
+    }
+    int32_t *query_factors(int64_t row) const {
+        return reinterpret_cast<int32_t *>(space.queries) + row * 2 * query_quads();
+    }
+    int32_t *weight_factors(int64_t row) const { return space.int8.factors + row * (kPart / 2); }
+
+    // Scales of the job's heads at the positions of a page.
+    void read_scales(const T *page, int64_t position, float *scales) {
+        const auto *from = reinterpret_cast<const char *>(page) - job.head * dim + call.stride() + job.head * 4;
+        int64_t step = call.token_bytes(8);
+        for (int64_t h = 0; h < job.heads; ++h)
+            for (int i = 0; i < kPage; ++i)
+                std::memcpy(scales + h * kPart + position + i, from + i * step + h * 4, sizeof *scales);
+    }
+
+    void score_int8() {
+        int64_t quads = query_quads(), step = call.token_bytes(8);
+        auto *panel = reinterpret_cast<int8_t *>(space.panel);
+        for (int64_t i = 0; i < positions; i += kPanel) {
+            for (int64_t j = i; j < least(i + kPanel, positions); j += kPage) {
+                read_scales(page(call.kv.keys, j), j, space.int8.key_scales);
+                fetch_lines(page(call.kv.values, j) + call.stride() - job.head * dim, step);
+            }
+            for (int64_t h = 0; h < job.heads; ++h) {
+                for (int64_t j = 0; j < kPanel && i + j < positions; j += kPage)
+                    unpack_codes(page(call.kv.keys, i + j) + h * dim, after_keys(i + j) + h * dim, panel + 4 * j);
+                each_tile(h, i, [&](int64_t row, int64_t, auto padded) {
+                    const float *units = space.int8.units + row, *scales = space.int8.key_scales + h * kPart + i;
+                    float *scores = space.scores + row * kScores + i;
+                    multiply<padded.value, kWide>(
+                        panel, 4 * kPanel, query_factors(row), quads, [&](int r, int w, NativeInts sum)
+                        DELTIC_INLINE_LAMBDA {
+                            Native scaled = to_floats(sum) * load_native(scales + w * kNative) * units[r];
+                            store(scores + r * kScores + w * kNative, scaled);
+                        });
+                });
+            }
+        }
+    }
+    // Keys of a page as quads [dim / 4, kPanel].
+    void unpack_codes(const T *keys, const T *next, int8_t *to) {
+        int64_t step = call.token_bytes(8), whole = dim / 64 * 64;
+        for (int64_t d = 0; d < whole; d += 64) {
+            fetch_lines(next + d, step);
+            Words words[kLanes];
+            transpose(keys + d, step, words);
+#pragma GCC unroll 16
+            for (int i = 0; i < kLanes; ++i) store(to + (d / 4 + i) * 4 * kPanel, words[i]);
+        }
+        // numbers behind the last dimension meet factors of 0
+        for (int64_t d = whole; d < dim; d += 4)
+            for (int i = 0; i < kPage; ++i) std::memcpy(to + d * kPanel + 4 * i, keys + i * step + d, 4);
+    }
+
+    void weigh_int8(float *result) {
+        for (int64_t i = 0; i < positions; i += kPage) read_scales(page(call.kv.values, i), i, space.int8.value_scales);
+        soften_all(result);
+        for (int64_t h = 0; h < job.heads; ++h)
+            each_tile(h, 0, [&](int64_t row, int64_t tile, auto padded) {
+                for (int64_t r = 0; r < tile_rows(tile); ++r)
+                    weight_factors_of<padded.value>(row + r, seen(tile + r), space.int8.value_scales + h * kPart,
+                                                    weight_factors(row) + 2 * r);
+            });
+        for (int64_t i = 0; i < positions; i += Int8Space::kBlock) weigh_block(i);
+        each_query([&](int64_t row, int64_t query, int64_t) {
+            if (!seen(query)) return;
+            const int32_t *sums = space.int8.sums + row * call.padded;
+            float *to = result + row * call.record, unit = space.int8.weight_units[row];
+            for (int64_t d = 0; d < call.padded; d += kNative) store(to + d, to_floats(load<NativeInts>(sums + d)) * unit);
+        });
+    }
+    // The weights of a query times the scales of the values, as factors; `seen` of them are not 0.
+    template <int R> void weight_factors_of(int64_t row, int64_t count, const float *scales, int32_t *to) {
+        float *weights = space.scores + row * kScores;
+        for (int64_t i = 0; i < count; i += kLanes) {
+            Floats scaled = take(weights + i, count - i) * take(scales + i, count - i);
+            put(weights + i, scaled, count - i);
+        }
+        Unit unit(largest(weights, count), kLargestFactor);
+        space.int8.weight_units[row] = unit.size;
+        write_factors<R, true>(weights, count, unit.inverse, pieces_of(positions, 4), to);
+    }
+    // Adds the weighted values of the positions of a block.
+    void weigh_block(int64_t first) {
+        int64_t end = least(positions, first + Int8Space::kBlock), step = call.token_bytes(8), padded = call.padded;
+        int8_t *block = space.int8.block;
+        for (int64_t h = 0; h < job.heads; ++h) {
+            for (int64_t i = first; i < end; i += 4) {
+                const T *from = page(call.kv.values, i) + h * dim + i % kPage * step;
+                const T *next = after_values(i) + h * dim + i % kPage * step;
+                weave_all(from, next, step, block + (i - first) * padded);
+            }
+            each_tile(h, first, [&](int64_t row, int64_t, auto tile) {
+                const int32_t *factors = weight_factors(row) + first / 4 * 2 * tile.value;
+                for (int64_t d = 0; d < padded; d += kPanel) {
+                    int32_t *sums = space.int8.sums + row * padded + d;
+                    multiply<tile.value, kWide>(
+                        block + 4 * d, 4 * padded, factors, pieces_of(end - first, 4), [&](int r, int w, NativeInts sum)
+                        DELTIC_INLINE_LAMBDA {
+                            int32_t *to = sums + r * padded + w * kNative;
+                            store(to, first ? load<NativeInts>(to) + sum : sum);
+                        });
+                }
+            });
+        }
+    }
+    void weave_all(const T *from, const T *next, int64_t step, int8_t *to) {
+        const auto *codes = reinterpret_cast<const int8_t *>(from);
+        int64_t whole = dim / kWoven * kWoven;
+        for (int64_t d = 0; d < whole; d += kWoven) {
+            if (d % 64 == 0)
+                for (int i = 0; i < 4; ++i) __builtin_prefetch(next + i * step + d, 0, 2);
+            weave(codes + d, step, to + 4 * d);
+        }
+        weave_part(codes + whole, step, dim - whole, to + 4 * whole);
+    }
+
     // Adds the weighted values of positions [first, end), of which `values` has the first one. Those before `shared`,
     // which all queries of the tile see, they take together, the rest one by one.
     template <typename V>
@@ -663,6 +876,7 @@ template <typename T> struct Plan {
 // body(T{}) for the type of keys and values.
 template <typename Body> void by_kv_type(int64_t type, Body &&body) {
     if (type == DELTIC_INT4) body(Int4{});
+    else if (type == DELTIC_INT8) body(Int8{});
     else by_type(type, body);
 }
 

@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Changes whenever something below does. */
-#define DELTIC_ABI 18
+#define DELTIC_ABI 19
 int deltic_abi(void);
 
 /* Tokens of a page, entries of a unit of a replay ring, rows of a matrix that are packed together, slices of columns that
@@ -52,7 +52,7 @@ enum {
     DELTIC_F32 = 0, DELTIC_F16 = 1, DELTIC_Q4_0 = 2, DELTIC_Q4_1 = 3, DELTIC_Q5_0 = 6, DELTIC_Q5_1 = 7, DELTIC_Q8_0 = 8,
     DELTIC_Q2_K = 10, DELTIC_Q3_K = 11, DELTIC_Q4_K = 12, DELTIC_Q5_K = 13, DELTIC_Q6_K = 14, DELTIC_IQ4_NL = 20,
     DELTIC_IQ4_XS = 23, DELTIC_BF16 = 30, DELTIC_MXFP4 = 39,
-    DELTIC_INT4 = 1000, /* of keys and values alone: see deltic/ops/kv.py */
+    DELTIC_INT4 = 1000, DELTIC_INT8 = 1005, /* of keys and values alone: see deltic/ops/kv.py */
     /* which GGUF files do not have: see deltic/loader/four_bits.py */
     DELTIC_NVFP4 = 1001, DELTIC_INT4_32 = 1002, DELTIC_INT4_64 = 1003, DELTIC_INT4_128 = 1004
 };
@@ -187,7 +187,8 @@ typedef struct {
 
 typedef struct {
     void *keys, *values;     /* [pages, DELTIC_PAGE, kv_heads, head_dim] of `type` */
-    int64_t type;            /* DELTIC_F32, DELTIC_F16, DELTIC_BF16; DELTIC_INT4: head_dim a power of two, 16 to 256 */
+    int64_t type;            /* DELTIC_F32, DELTIC_F16, DELTIC_BF16; DELTIC_INT4: head_dim a power of two, 16 to 256;
+                              * DELTIC_INT8: head_dim up to 1024 */
     int64_t pages;
 } deltic_kv;
 

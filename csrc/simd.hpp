@@ -22,6 +22,8 @@
 
 #if defined(__AVX2__) || defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
@@ -483,8 +485,12 @@ DELTIC_INLINE NativeInts dot2(NativeInts acc, NativeInts pairs, const int32_t &x
 #if defined(__AVX512VNNI__)
     asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(pairs), "m"(x));
     return acc;
+#elif defined(__AVX512BW__)
+    return acc + (NativeInts)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32(x));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
     return acc + (NativeInts)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(x));
+#elif defined(__SSE2__) && !defined(__AVX512F__)
+    return acc + (NativeInts)_mm_madd_epi16((__m128i)pairs, _mm_set1_epi32(x));
 #else
     return acc + (pairs << 16 >> 16) * (x << 16 >> 16) + (pairs >> 16) * (x >> 16);
 #endif

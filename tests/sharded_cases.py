@@ -23,7 +23,7 @@ from deltic.cache.sharded_pools import ShardedPools, allocate_shards
 from deltic.cache.tensors import CachePools, PoolOptions
 from deltic.config import LinearConfig, ModelConfig
 from deltic.ops import backends
-from deltic.ops.kv import FP8, INT4, KEY_BITS, VALUE_BITS, as_bytes, pack, rotated, rounded
+from deltic.ops.kv import FP8, INT4, INT8, KEY_BITS, PACKED, VALUE_BITS, as_bytes, pack, pack_int8, rotated, rounded
 from deltic.params import PAGE
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -34,6 +34,7 @@ KINDS: dict[str, Kind] = {
     "bfloat16, tiled, draft head": (BF16, PoolOptions(3, head=True, tiled=True)),
     "fp8, bfloat16 states": (BF16, PoolOptions(3, tiled=True, kv=FP8, state=BF16)),
     "int4, draft head": (F32, PoolOptions(3, head=True, kv=INT4)),
+    "int8": (F32, PoolOptions(3, kv=INT8)),
 }
 """The dtype of activations, and the rest."""
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
@@ -51,7 +52,7 @@ def pools_of(config: ModelConfig, devices: int | Sequence[str], kind: Kind, page
     pools = allocate_shards(config, pages, slots, dtype, [backends()["torch"]] * len(devices), devices, extras)
     for shard in pools.shards:
         for tensor in (*shard.page_tensors, *shard.slot_tensors, *(shard.delta_logs or ())):
-            tensor.fill_(0xff if tensor.dtype == INT4 else float("nan"))
+            tensor.view(torch.uint8).fill_(0xff) if tensor.dtype in PACKED else tensor.fill_(float("nan"))
     return pools
 
 
@@ -103,8 +104,9 @@ class Heads:
         """The shard's part of a whole tensor: K/V [..., kv_heads, width], recurrent [..., Hv, Dk, Dv], conv or a
         delta log's inputs [..., C]."""
         match name:
-            case "keys" | "values" if whole.dtype == INT4:
-                return self.of_int4(whole, KEY_BITS if name == "keys" else VALUE_BITS)
+            case "keys" | "values" if whole.dtype in PACKED:
+                bits, dim = KEY_BITS if name == "keys" else VALUE_BITS, self.config.head_dim
+                return self.of_sections(whole, (dim, 4) if whole.dtype == INT8 else (dim // 2, dim // 8 * (bits - 4), 2))
             case "keys" | "values":
                 return as_bytes(whole)[..., self.kv, :].view(whole.dtype)
             case "recurrent":
@@ -113,11 +115,12 @@ class Heads:
                 return whole[..., self.channels]
         return whole
 
-    def of_int4(self, whole: Tensor, bits: int) -> Tensor:
-        """A token's bytes: the low bits of all heads, then the fifth bits, then the scales."""
-        dim, flat = self.config.head_dim, whole.flatten(-2)
+    def of_sections(self, whole: Tensor, sizes: Sequence[int]) -> Tensor:
+        """A token's bytes: those of all heads in each section. int4 has low bits, fifth bits and scales, int8 has codes
+        and scales."""
+        flat = whole.flatten(-2)
         found, first = [], 0
-        for size in (dim // 2, dim // 8 * (bits - 4), 2):
+        for size in sizes:
             found += [flat[..., first + head * size:first + (head + 1) * size] for head in self.kv]
             first += size * self.config.num_key_value_heads
         return torch.cat(found, -1).unflatten(-1, (len(self.kv), -1))
@@ -141,7 +144,8 @@ def content(config: ModelConfig, kind: Kind, units: int, seed: int = 0) -> dict[
     heads = len(config.attention_layers) + extras.head, units, config.num_key_value_heads, config.head_dim
     for name, bits in (("keys", KEY_BITS), ("values", VALUE_BITS)):
         x = randn(*heads)
-        found[name] = (pack(rotated(x.flatten(0, 1)), bits).unflatten(0, heads[:2]) if kv == INT4 else rounded(x, kv))
+        packed = {INT4: lambda x, bits: pack(rotated(x), bits), INT8: lambda x, bits: pack_int8(x)}.get(kv)
+        found[name] = packed(x.flatten(0, 1), bits).unflatten(0, heads[:2]) if packed else rounded(x, kv)
     if linear:
         layers = len(config.linear_layers)
         found["recurrent"] = randn(layers, units, linear.num_value_heads, linear.key_head_dim,

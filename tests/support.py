@@ -292,7 +292,8 @@ def fresh_pools(runtime: ModelRunner, pages: int, slots: int, rings: int | None 
                             [str(shard.device) for shard in runtime.pools.shards], extras)
     for shard in pools.shards:
         for tensor in (*shard.page_tensors, *shard.slot_tensors, *(shard.delta_logs or ())):
-            tensor.fill_(0xff if tensor.dtype == torch.uint8 else float("nan"))
+            packed = tensor.dtype in (torch.int8, torch.uint8)
+            tensor.view(torch.uint8).fill_(0xff) if packed else tensor.fill_(float("nan"))
     return pools
 
 

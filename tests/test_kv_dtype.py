@@ -51,9 +51,11 @@ EVERY = torch.arange(256).to(torch.uint8).view(FP8)
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"kv_dtype": "fp8", "device": "cpu"}, "kv_dtype=fp8 is for NVIDIA GPUs: use int4, which is smaller, leave it out"),
-    ({"kv_dtype": "e5m2", "device": "cuda"}, "kv_dtype must be one of auto, fp8, int4, not 'e5m2'"),
-    ({"kv_dtype": None}, "kv_dtype must be one of auto, fp8, int4, not None")])
+    ({"kv_dtype": "fp8", "device": "cpu"}, "kv_dtype=fp8 is for NVIDIA GPUs: use int8 or int4, leave it out"),
+    ({"kv_dtype": "int8", "device": "cuda"}, "kv_dtype=int8 is for CPUs: use fp8, which has the same size, int4"),
+    ({"kv_dtype": "int8", "device": "mlx"}, "kv_dtype is not possible with device mlx"),
+    ({"kv_dtype": "e5m2", "device": "cuda"}, "kv_dtype must be one of auto, fp8, int8, int4, not 'e5m2'"),
+    ({"kv_dtype": None}, "kv_dtype must be one of auto, fp8, int8, int4, not None")])
 def test_what_it_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         EngineConfig(**options)

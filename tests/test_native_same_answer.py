@@ -53,7 +53,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen2": {"dtype": "bfloat16", "quant": "q8_0"}, "experts": {"dtype": "float32"},
     "experts, q4_k": {"dtype": "bfloat16", "quant": "q4_k"},
     "qwen3 next, yarn": {"dtype": "bfloat16", "quant": "q4_k", "rope_scaling": "yarn:4:32"},
-    "int4 kv": {"dtype": "float32", "kv_dtype": "int4"}}
+    "int4 kv": {"dtype": "float32", "kv_dtype": "int4"}, "int8 kv": {"dtype": "bfloat16", "kv_dtype": "int8"}}
 BLOCKS = odd_shape(hidden_size=256, intermediate_size=512, head_dim=64, linear=LinearConfig(2, 6, 24, 128, 4))
 """A shape that can be quantized."""
 SHAPES = {"qwen2": qwen2_shape(hidden_size=256, intermediate_size=512),

@@ -65,10 +65,10 @@ DRAWN = SamplingParams(temperature=1.0, max_tokens=ANSWER, ignore_eos=True, seed
 
 
 @cache
-def int4_runtime() -> ModelRunner:
-    """The odd shape with heads of a power of two, which K/V in four bits need, in float32."""
-    model = RandomModel(shape=odd_shape(head_dim=16), initializer_range=0.1)
-    return load(model, EngineConfig(dtype="float32", kv_dtype="int4", memory="8MiB", max_batch=8, threads=1))
+def packed_runtime(kv_dtype: str, head_dim: int) -> ModelRunner:
+    """The odd shape in float32. head_dim: a power of two for K/V in four bits."""
+    model = RandomModel(shape=odd_shape(head_dim=head_dim), initializer_range=0.1)
+    return load(model, EngineConfig(dtype="float32", kv_dtype=kv_dtype, memory="8MiB", max_batch=8, threads=1))
 
 
 @cache
@@ -84,7 +84,7 @@ SPLIT = {f"{tp} devices": partial(split_runtime, tp) for tp in (2, 4)} if DEVICE
 """A model that is split. The reference has it on one device."""
 MODELS = {**RUNTIMES, "qwen3 next, yarn": next_runtime, **SPLIT}
 if DEVICE == "cpu" and not missing():  # torch ops round in another order, which may move a number to another level
-    MODELS["int4"] = int4_runtime
+    MODELS |= {kv: partial(packed_runtime, kv, dim) for kv, dim in (("int4", 16), ("int8", 10))}
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def axes(case: Case) -> tuple[object, ...]:
 HYBRID = list(pairwise([case for case in GRID if case.model in ("odd", "embedded")], axes))
 FEW = [*HYBRID, *pairwise(GRID, axes, HYBRID)]
 """Every pair twice over where layers are recurrent: the model that has none, the one with experts, the split ones and
-the one with int4 K/V add only pairs of their own."""
+those with packed K/V add only pairs of their own."""
 REST = [pytest.param(case, marks=pytest.mark.slow) for case in GRID if case not in FEW]
 
 

@@ -40,7 +40,7 @@ from deltic.cache.tensors import CachePools, PoolOptions, delta_log_bytes, frame
 from deltic.config import EngineConfig, LinearConfig, ModelConfig, shard_config
 from deltic.errors import ConfigError
 from deltic.ops import backends
-from deltic.ops.kv import FP8, INT4, as_bytes
+from deltic.ops.kv import FP8, INT4, INT8, as_bytes
 from deltic.params import PAGE
 from deltic.runner.memory import plan_memory
 
@@ -71,7 +71,7 @@ def splits(draw: st.DrawFn) -> tuple[ModelConfig, int]:
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(splits(), st.sampled_from((F32, FP8, INT4)), st.booleans())
+@given(splits(), st.sampled_from((F32, FP8, INT8, INT4)), st.booleans())
 def test_parts_are_those_of_the_heads_and_together_the_whole(split: tuple[ModelConfig, int], kv: torch.dtype,
                                                              tiled: bool) -> None:
     config, count = split

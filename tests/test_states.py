@@ -294,12 +294,13 @@ def test_states_of_other_models_are_refused(tmp_path):
         assert stranger.position == 0
 
 
-def test_int4_is_not_converted(llm, tmp_path):
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_packed_kv_is_not_converted(llm, tmp_path, kv_dtype):
     options: dict[str, Any] = {"memory": "32MiB", "max_batch": 4, "threads": 1}
-    with LLM(kv_dtype="int4", **options) as writer:
+    with LLM(kv_dtype=kv_dtype, **options) as writer:
         saved = writer.save_state(SYSTEM, tmp_path)
         assert writer.load_state(tmp_path, saved.id).exact is True
-    with pytest.raises(StateError, match="int4"):
+    with pytest.raises(StateError, match=f"has K/V in {kv_dtype}"):
         llm.load_state(tmp_path, saved.id)
 
 

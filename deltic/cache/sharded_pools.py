@@ -20,7 +20,7 @@ from deltic.cache.operations import Operation, PoolSizes, StoreItem
 from deltic.cache.tensors import PLAIN, CachePools, PoolOptions, allocate
 from deltic.config import ModelConfig, shard_config
 from deltic.ops import Ops
-from deltic.ops.kv import INT4, KEY_BITS, VALUE_BITS, width
+from deltic.ops.kv import INT4, INT8, KEY_BITS, VALUE_BITS, width
 
 _Ranges = list[tuple[int, int]]
 
@@ -147,8 +147,10 @@ def item_parts(config: ModelConfig, shards: int, index: int, kv: torch.dtype, ti
 
 
 def _sections(dim: int, bits: int, kv: torch.dtype) -> tuple[int, ...]:
-    """Returns the entries of a head in each section of a token's K/V; int4 has three, the second one empty for
-    values."""
+    """Returns the entries of a head in each section of a token's K/V; int8 has two, int4 three (the second one is empty
+    for values)."""
+    if kv == INT8:
+        return dim, 4
     return (dim // 2, dim * (bits - 4) // 8, 2) if kv == INT4 else (dim,)
 
 

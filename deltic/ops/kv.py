@@ -1,4 +1,7 @@
-"""K/V in pages: the model's dtype, float8 e4m3 with a scale of 1, or int4.
+"""K/V in pages: the model's dtype, float8 e4m3 with a scale of 1, int8 or int4.
+
+int8: each head vector is rounded to the nearest of -127 .. 127 times its scale, which is its largest magnitude / 127. A
+token has [kv_heads, D + 4] bytes: the codes of all heads, then their float32 scales.
 
 int4: each head vector is rotated (`rotated`), so that its numbers are spread like those of a normal distribution, and
 rounded to 2^bits levels: 5 bits for keys, whose errors change what is attended to, 4 for values. Levels are closer near
@@ -19,7 +22,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
-FP8, INT4 = torch.float8_e4m3fn, torch.uint8
+FP8, INT8, INT4 = torch.float8_e4m3fn, torch.int8, torch.uint8
+PACKED = frozenset({INT8, INT4})
+"""dtypes of bytes that hold codes and scales."""
+INT8_DIM = 1024
+"""The largest head_dim of int8: sums of products with so many keys fit 32 bits."""
 KEY_BITS, VALUE_BITS = 5, 4
 _LARGEST = 448.0
 _SMALLEST_SCALE = 2.0**-100
@@ -36,7 +43,9 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def width(dim: int, bits: int, dtype: torch.dtype) -> int:
-    """Returns the entries of a head vector in pages of a dtype: with int4, its bytes."""
+    """Returns the entries of a head vector in pages of a dtype: with int8 and int4, its bytes. bits: of int4."""
+    if dtype == INT8:
+        return dim + 4
     return dim * bits // 8 + 2 if dtype == INT4 else dim
 
 
@@ -55,6 +64,8 @@ def store(pool: Tensor, places: Tensor, x: Tensor) -> None:
     """Writes x [T, kv_heads, head_dim] to places page * PAGE + offset of pages [P, PAGE, kv_heads, width]."""
     if pool.dtype == INT4:
         x = pack(rotated(x), (pool.shape[-1] - 2) * 8 // x.shape[-1])
+    if pool.dtype == INT8:
+        x = pack_int8(x)
     as_bytes(pool).flatten(0, 1).index_copy_(0, places, as_bytes(rounded(x, pool.dtype)))
 
 
@@ -66,15 +77,45 @@ def take(pool: Tensor, dim: int, index: Tensor) -> Tensor:
 def is_finite(x: Tensor) -> bool:
     """True if all numbers are finite. Takes one or two passes and, unlike `isfinite`, no tensor of their size.
 
-    x: with int4 [..., kv_heads, width]."""
+    x: with int8 and int4 [..., kv_heads, width]."""
     if not x.numel():
         return True
-    if x.dtype == INT4:
-        scales = x.flatten(-2)[..., -2 * x.shape[-2]:].contiguous().view(torch.bfloat16)
+    if x.dtype in PACKED:
+        kind = torch.bfloat16 if x.dtype == INT4 else torch.float32
+        scales = x.flatten(-2)[..., -kind.itemsize * x.shape[-2]:].contiguous().view(kind)
         return bool(scales.isfinite().all())
     if x.dtype == FP8:  # NaN has all bits but the sign set
         return int(x.view(torch.int8).max()) < 0x7f and int(x.view(torch.uint8).max()) < 0xff
     return all(bool(bound.isfinite()) for bound in torch.aminmax(x))
+
+
+def read(stored: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Returns entries of pages [..., kv_heads, width] as numbers [..., kv_heads, dim]; of int4 rotated."""
+    if stored.dtype == INT8:
+        return unpack_int8(stored, dim, dtype)
+    return unpack(stored, dim, dtype) if stored.dtype == INT4 else stored.to(dtype)
+
+
+# int8
+
+
+def pack_int8(x: Tensor) -> Tensor:
+    """x [T, kv_heads, D] -> bytes [T, kv_heads, width]. What is not finite gets a scale that is not."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    largest = wide.abs().amax(-1, keepdim=True)
+    small = largest < _SMALLEST_SCALE
+    codes = (wide * torch.where(small, 0, 127 / largest)).nan_to_num(0).round().to(INT8)
+    scales = torch.where(small, 0, largest / 127).float().view(INT8)
+    return torch.cat((codes.flatten(-2), scales.flatten(-2)), -1).unflatten(-1, (x.shape[-2], -1))
+
+
+def unpack_int8(stored: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """stored [..., kv_heads, width] -> [..., kv_heads, dim]."""
+    heads = stored.shape[-2]
+    codes, scales = stored.flatten(-2).split((heads * dim, heads * 4), -1)
+    wide = torch.promote_types(dtype, torch.float32)
+    scale = scales.contiguous().view(torch.float32)[..., None].to(wide)
+    return torch.mul(codes.unflatten(-1, (heads, dim)).to(wide), scale).to(dtype)
 
 
 # int4

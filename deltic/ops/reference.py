@@ -527,7 +527,8 @@ def _project_heads(x: Tensor, weights: AttentionWeights) -> tuple[Tensor, Tensor
 def _read_context(pool: Tensor, pages: Tensor, length: int) -> Tensor:
     """pool [pages, PAGE, kv_heads, D], pages [P] -> the row's first entries, [length, kv_heads, D]."""
     entries = [pool[int(pages[index // PAGE]), index % PAGE] for index in range(length)]
-    return torch.stack([read_int4(entry) for entry in entries] if pool.dtype == torch.uint8 else entries)
+    read = {torch.uint8: read_int4, torch.int8: read_int8}.get(pool.dtype)
+    return torch.stack([read(entry) for entry in entries] if read else entries)
 
 
 @cache
@@ -597,12 +598,32 @@ def read_int4(stored: Tensor) -> Tensor:
     return levels * scales.double()[:, None] @ hadamard(size).T
 
 
+def write_int8(x: Tensor) -> Tensor:
+    """x [kv_heads, D] -> bytes [kv_heads, D + 4]: codes, then scales (`ops/kv`)."""
+    codes, scales = list[int](), list[float]()
+    for head in x.double():
+        scale = float(head.abs().max()) / 127
+        scale = 0.0 if scale * 127 < 2.0**-100 else scale
+        scales.append(scale)
+        codes += [round(number / scale) if 0 < scale < inf else 0 for number in head.tolist()]
+    return torch.cat([torch.tensor(codes, dtype=torch.int8), torch.tensor(scales).view(torch.int8)]).view(len(x), -1)
+
+
+def read_int8(stored: Tensor) -> Tensor:
+    """bytes as of write_int8 -> [kv_heads, D] float64."""
+    heads, width = stored.shape
+    codes, scales = stored.flatten().split((heads * (width - 4), heads * 4))
+    return codes.view(heads, -1).double() * scales.clone().view(torch.float32).double()[:, None]
+
+
 def _store(key: Tensor, value: Tensor, k_norm: Tensor | None, eps: float, kv: KvView, batch: Batch, rope: Rope) -> None:
     """key, value [T, kv_heads, D], before norm and rotation."""
     key = rotate(each_token(lambda heads: rms_norm(heads, k_norm, eps), key), rope)
     for pool, rows, bits in ((kv.keys, key, 5), (kv.values, value, 4)):
         if pool.dtype == torch.uint8:
             rows = torch.stack([write_int4(entry, bits) for entry in rows])
+        if pool.dtype == torch.int8:
+            rows = torch.stack([write_int8(entry) for entry in rows])
         if pool.dtype == torch.float8_e4m3fn:  # has no infinity; torch moves only its bytes
             pool, rows = pool.view(torch.uint8), rows.clamp(-448, 448).to(pool.dtype).view(torch.uint8)
         pool.view(-1, *rows.shape[1:])[batch.store] = rows.to(pool.dtype)

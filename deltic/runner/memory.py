@@ -18,7 +18,7 @@ from deltic.errors import ConfigError
 from deltic.ops import mlx
 from deltic.ops.capabilities import device_capabilities, device_kind
 from deltic.ops.cuda.quantized_moe import scratch_bytes
-from deltic.ops.kv import FP8, INT4
+from deltic.ops.kv import FP8, INT4, INT8, INT8_DIM
 from deltic.ops.memory import empty_cache
 from deltic.params import PAGE
 
@@ -69,9 +69,12 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     head. drafts, defers: sequences need delta logs, for drafts or for deferred state writes. vectors: the model makes
     embeddings beside other models, so the cache takes no more than one text of full length and a step need. card: the
     memory of the GPU; default: as it is now. The plan is for all devices that share the model together."""
-    kv = {"fp8": FP8, "int4": INT4}.get(options.kv_dtype)
+    kv = {"fp8": FP8, "int8": INT8, "int4": INT4}.get(options.kv_dtype)
     if kv == INT4 and config.head_dim not in (16, 32, 64, 128, 256):
         raise ConfigError(f"kv_dtype=int4 rotates heads of 16 to 256 dimensions, a power of two; this model's have "
+                          f"{config.head_dim}: leave it out", "kv_dtype")
+    if kv == INT8 and config.head_dim > INT8_DIM:
+        raise ConfigError(f"kv_dtype=int8 serves heads of up to {INT8_DIM} dimensions; this model's have "
                           f"{config.head_dim}: leave it out", "kv_dtype")
     state: torch.dtype = getattr(torch, options.state_dtype)
     count = options.shards

@@ -9,7 +9,7 @@ use std::ptr::{null, null_mut};
 mod deltic {
     use std::ffi::{c_char, c_int, c_void};
 
-    pub const ABI: c_int = 18;
+    pub const ABI: c_int = 19;
     pub const F32: i64 = 0;
     pub const Q8_0: i64 = 8;
     pub const Q4_K: i64 = 12;

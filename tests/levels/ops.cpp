@@ -388,11 +388,13 @@ int main(int count, char **arguments) {
     feed_forwards(pool, output);
     blocks(output);
     sampling(pool, output);
-    for (int64_t cached : {DELTIC_F32, DELTIC_F16, DELTIC_BF16, DELTIC_INT4}) mixers(pool, cached, output);
+    for (int64_t cached : {DELTIC_F32, DELTIC_F16, DELTIC_BF16, DELTIC_INT4, DELTIC_INT8})
+        mixers(pool, cached, output);
     steps(pool, "Q4_K", DELTIC_Q4_K, DELTIC_BF16, DELTIC_BF16, true, output);
     steps(pool, "F32", DELTIC_F32, DELTIC_F32, DELTIC_F32, false, output);
     steps(pool, "BF16", DELTIC_BF16, DELTIC_F16, DELTIC_F16, true, output);
     steps(pool, "int4", DELTIC_Q6_K, DELTIC_BF16, DELTIC_INT4, true, output);
+    steps(pool, "int8", DELTIC_Q6_K, DELTIC_BF16, DELTIC_INT8, true, output);
     draft_head(pool, output);
     encoders(pool, output);
     vision(pool, output);

@@ -9,7 +9,7 @@ import torch
 
 from deltic.cache.offload.types import StoredItem, Tensors
 from deltic.errors import show
-from deltic.ops.kv import INT4, is_finite
+from deltic.ops.kv import PACKED, is_finite
 
 if TYPE_CHECKING:
     from deltic.cache.tensors import CachePools
@@ -42,7 +42,7 @@ class PoolItemValidator:
             if found.dtype != dtype or shape not in (None, tuple(found.shape)):
                 return f"its {name} are {found.dtype} {show(list(found.shape))}"
             unused = name == "conv" and item.done < found.shape[1]  # some places were never written
-            if not (trusted or unused) and (found.is_floating_point() or found.dtype == INT4) and not is_finite(found):
+            if not (trusted or unused) and (found.is_floating_point() or found.dtype in PACKED) and not is_finite(found):
                 return f"its {name} are not all finite"
         return "" if trusted else self._nonsense(tensors)
 

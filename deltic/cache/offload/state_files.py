@@ -28,7 +28,7 @@ from deltic.cache.offload.state_manifest import (
 )
 from deltic.cache.offload.state_stores import StateDirectory
 from deltic.cache.offload.types import Kind, LoadedPrefix, StoredItem, Tensors, TierStoreError
-from deltic.ops.kv import FP8, INT4, name_of, rounded
+from deltic.ops.kv import FP8, PACKED, name_of, rounded
 
 if TYPE_CHECKING:
     from deltic.cache.offload.item_validator import PoolItemValidator
@@ -165,9 +165,9 @@ def _fitted(tensor: Tensor, page: Tensor | None, slot: Tensor | None) -> Tensor:
         return tensor
     if page is not None and tensor.dim() and len(tensor) == len(page) + 1:
         tensor = tensor[:-1]  # the last layer is a draft head's
-    if INT4 in (tensor.dtype, pool.dtype) and tensor.dtype != pool.dtype:
-        raise TierStoreError(f"has K/V in {name_of(tensor.dtype)}, and the model has it in {name_of(pool.dtype)}: int4 "
-                             "is not converted (kv_dtype)")
+    if page is not None and tensor.dtype != pool.dtype and PACKED & {tensor.dtype, pool.dtype}:
+        raise TierStoreError(f"has K/V in {name_of(tensor.dtype)}, and the model has it in {name_of(pool.dtype)}: int8 "
+                             "and int4 are not converted (kv_dtype)")
     wide = tensor.dtype != pool.dtype and {tensor.dtype, pool.dtype} <= {*_FLOATS}
     return rounded(tensor.float(), pool.dtype) if wide else tensor
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deltic.errors import ConfigError
 from deltic.ops.adapters import PRODUCTS, Adapter, LowRanks
-from deltic.ops.kv import INT4
+from deltic.ops.kv import INT4, INT8
 from deltic.ops.memory import Arena
 from deltic.ops.quantized import PANEL
 from deltic.ops.slices import SLICES
@@ -26,7 +26,7 @@ from deltic.ops.types import PAGE, RING, Batch
 
 Result = TypeVar("Result")
 
-_COMPILED = {"deltic_abi": 18, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL, "deltic_slices": SLICES}
+_COMPILED = {"deltic_abi": 19, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL, "deltic_slices": SLICES}
 """Constants that the library must return, so that both sides agree on layouts."""
 _NO_MEMORY, _READ_FAILED = -1, -3
 _ARM_LEVELS = ("portable", "dotprod", "i8mm")
@@ -34,7 +34,7 @@ _X86_LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16", "amx")
 LEVELS = _ARM_LEVELS if platform.machine() in ("aarch64", "arm64") else _X86_LEVELS
 """Processor levels of this machine by number."""
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
-KV_KINDS = {**KINDS, INT4: 1000}
+KV_KINDS = {**KINDS, INT4: 1000, INT8: 1005}
 """Type numbers of caches."""
 def _members(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, kind) for name in names.split())

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltic.ops.kv import FP8, INT4, rotated, rotated_back, store, take, unpack
+from deltic.ops.kv import FP8, INT4, INT8, read, rotated, rotated_back, store, take
 from deltic.ops.reference import pointwise
 from deltic.ops.torch.basic import linear, matmul, rms_norm, row_parallel
 from deltic.ops.types import PAGE, AttentionSpec, AttentionWeights, Batch, KvView, Rope, Weight
@@ -31,7 +31,7 @@ def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Bat
     if kv.keys.dtype == INT4:
         mixed = rotated_back(_attend(rotated(query).to(x.dtype), kv, batch)).to(x.dtype)
     else:
-        mixed = _attend(query if kv.keys.dtype == FP8 else query.to(kv.keys.dtype), kv, batch).to(x.dtype)
+        mixed = _attend(query if kv.keys.dtype in (FP8, INT8) else query.to(kv.keys.dtype), kv, batch).to(x.dtype)
     if gate is not None:
         mixed = mixed * pointwise(torch.sigmoid, gate)
     return row_parallel(mixed.flatten(1), weights.o_proj, weights.shards)
@@ -104,7 +104,7 @@ def _make_plan(batch: Batch) -> _AttentionPlan:
 
 
 def _attend(query: Tensor, kv: KvView, batch: Batch) -> Tensor:
-    """query [T, heads, head_dim] -> [T, heads, head_dim], in the dtype of K/V (any dtype with float8 and int4 K/V)."""
+    """query [T, heads, head_dim] -> [T, heads, head_dim], in the dtype of K/V (any dtype with float8, int8 and int4)."""
     plan, layout = _plan(batch), batch.layout
     parts, row, token = [], 0, 0
     if plan.padded and layout.decode_rows:
@@ -179,8 +179,7 @@ def _gather(pool: Tensor, pages: Tensor, context: int, query: Tensor) -> Tensor:
     head_dim], in the query's dtype."""
     wanted = pages[:, :-(-context // PAGE)]
     rows = take(pool.flatten(1), 0, wanted.flatten()).view(len(pages), -1, *pool.shape[2:])[:, :context]
-    gathered = unpack(rows, query.shape[-1], query.dtype) if pool.dtype == INT4 else rows.to(query.dtype)
-    return gathered.transpose(1, 2)
+    return read(rows, query.shape[-1], query.dtype).transpose(1, 2)
 
 
 def _accumulator(x: Tensor) -> torch.dtype:
