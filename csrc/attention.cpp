@@ -375,28 +375,42 @@ int64_t rows_of(const Call &call, int64_t tokens) { return round_up(tokens * cal
 
 // What else a thread has for int8.
 struct Int8Space {
-    int32_t *factors = nullptr;  // of weights: [quads of positions, rows of the tile, 2], tile by tile
-    int32_t *sums = nullptr;     // of weighted values: [rows, padded]
-    float *units = nullptr, *weight_units = nullptr;  // of the factors of queries and of weights: [rows]
+    static constexpr int64_t kBlock = 64;  // positions with weights in one unit
+
     float *key_scales = nullptr, *value_scales = nullptr;  // [heads, kPart]
+    float *units = nullptr, *weight_units = nullptr;       // of the factors of queries, and of weights: [rows]
+    int32_t *biases = nullptr, *weight_biases = nullptr;   // what the bias of codes adds to their products: [rows]
+    int32_t *factors = nullptr;                            // of a tile's weights: [kBlock / 4, rows of the tile]
     int8_t *block = nullptr;                               // quads of values: [kBlock / 4, padded]
 
-    static constexpr int64_t kBlock = 64;  // positions whose values are woven at a time
     Int8Space() = default;
     static int64_t floats(const Call &call, int64_t rows) {
         if (call.kv.type != DELTIC_INT8) return 0;
-        return rows * (kPart + call.padded + 2) + kBlock / 4 * round_up(call.padded, 64) + 2 * kLanes;
+        return rows * (kPart / 2 + 4) + kBlock / 4 * (kTile + call.padded) + 2 * kLanes;
     }
     Int8Space(const Call &call, int64_t rows, float *from) {
-        block = reinterpret_cast<int8_t *>(from);
-        sums = reinterpret_cast<int32_t *>(from + kBlock / 4 * round_up(call.padded, 64));
-        factors = sums + rows * call.padded;
-        key_scales = reinterpret_cast<float *>(factors + rows * (kPart / 2));
+        key_scales = from;  // a head has four rows or more
         value_scales = key_scales + rows * (kPart / 4);
         units = value_scales + rows * (kPart / 4);
         weight_units = units + rows;
+        biases = reinterpret_cast<int32_t *>(weight_units + rows);
+        weight_biases = biases + rows;
+        factors = weight_biases + rows;
+        block = reinterpret_cast<int8_t *>(factors + kBlock / 4 * kTile);
     }
 };
+// Parts of a unit from -1/2 to 1/2, spread evenly over the positions of a block and over each run of them.
+constexpr struct Dither {
+    float at[Int8Space::kBlock];
+
+    constexpr Dither() : at{} {
+        for (int i = 0; i < Int8Space::kBlock; ++i) {
+            int turned = 0;
+            for (int bit = 0; bit < 6; ++bit) turned |= (i >> bit & 1) << (5 - bit);
+            at[i] = (float(turned) + 0.5f) / Int8Space::kBlock - 0.5f;
+        }
+    }
+} kDither;
 
 // A thread's memory.
 struct Space {
@@ -643,7 +657,9 @@ template <typename T> struct Worker {
         }
     }
 
-    // ---- int8: scores and weighted values as sums of integers. Factors of a tile lie as [quads, its rows, 2].
+    // ---- int8: scores and weighted values by sums of integers. Factors of a tile lie as [quads, its rows].
+
+    static constexpr int64_t kBlock = Int8Space::kBlock;
 
     // body(row of the job's arrays, tile, integral constant of its padded rows) for the tiles of a head that see
     // positions behind the first `before` of the part.
@@ -652,40 +668,35 @@ template <typename T> struct Worker {
             if (seen(tile + tile_rows(tile) - 1) > before)
                 by_rows(tile_rows(tile), [&](auto padded) { body(head * rows + tile, tile, padded); });
     }
-    // x [count] in units of 1 / inverse; to [quads, R, 2], with zeros behind x.
-    template <int R, bool kSpread>
-    static void write_factors(const float *x, int64_t count, float inverse, int64_t quads, int32_t *to) {
-        uint16_t codes[kInt8Dim] = {};
-        Floats high = splat(kLargestFactor);
-        for (int64_t i = 0; i < count; i += kLanes) {
-            Floats scaled = take(x + i, count - i) * inverse;
-            to_u16(codes + i, (Words)to_nearest(maximum(minimum(scaled, high), -high)));
-        }
-        for (int64_t quad = 0; quad < quads; ++quad, to += 2 * R) {
-            uint64_t four = factors_of<kSpread>(reinterpret_cast<int16_t *>(codes) + 4 * quad);
-            std::memcpy(to, &four, sizeof four);
-        }
-    }
     int64_t query_quads() const { return pieces_of(dim, 4); }
+    int32_t *query_factors(int64_t row) const {
+        return reinterpret_cast<int32_t *>(space.queries) + row * query_quads();
+    }
     void pack_codes() {
         for (int64_t h = 0; h < job.heads; ++h) {
             const float *from = call.query_of(job.head + h, call.batch.starts[job.row] + job.first);
             for (int64_t tile = 0; tile < queries; tile += kTile)
                 by_rows(tile_rows(tile), [&](auto padded) {
-                    int32_t *to = query_factors(h * rows + tile);
-                    for (int64_t r = 0; r < tile_rows(tile); ++r) {
-                        const float *query = from + (tile + r) * dim;
-                        Unit unit(largest(query, dim), kLargestFactor);
-                        space.int8.units[h * rows + tile + r] = unit.size;
-                        write_factors<padded.value, false>(query, dim, unit.inverse, query_quads(), to + 2 * r);
-                    }
+                    for (int64_t r = 0; r < tile_rows(tile); ++r)
+                        pack_query(from + (tile + r) * dim, h * rows + tile + r, padded.value,
+                                   query_factors(h * rows + tile) + r);
                 });
         }
     }
-    int32_t *query_factors(int64_t row) const {
-        return reinterpret_cast<int32_t *>(space.queries) + row * 2 * query_quads();
+    // step: from one quad to the next one's.
+    void pack_query(const float *query, int64_t row, int64_t step, int32_t *to) {
+        alignas(64) int8_t codes[kInt8Dim];
+        Unit unit(largest(query, dim));
+        int32_t sum = 0;
+        for (int64_t i = 0; i < dim; i += kLanes) {
+            Ints rounded = to_nearest(take(query + i, dim - i) * unit.inverse);
+            to_s8(codes + i, rounded);
+            for (int lane = 0; lane < kLanes; ++lane) sum += rounded[lane];
+        }
+        space.int8.units[row] = unit.size;
+        space.int8.biases[row] = kBias * sum;
+        for (int64_t quad = 0; quad < query_quads(); ++quad) std::memcpy(to + quad * step, codes + 4 * quad, 4);
     }
-    int32_t *weight_factors(int64_t row) const { return space.int8.factors + row * (kPart / 2); }
 
     // Scales of the job's heads at the positions of a page.
     void read_scales(const T *page, int64_t position, float *scales) {
@@ -709,11 +720,12 @@ template <typename T> struct Worker {
                     unpack_codes(page(call.kv.keys, i + j) + h * dim, after_keys(i + j) + h * dim, panel + 4 * j);
                 each_tile(h, i, [&](int64_t row, int64_t, auto padded) {
                     const float *units = space.int8.units + row, *scales = space.int8.key_scales + h * kPart + i;
+                    const int32_t *biases = space.int8.biases + row;
                     float *scores = space.scores + row * kScores + i;
                     multiply<padded.value, kWide>(
                         panel, 4 * kPanel, query_factors(row), quads, [&](int r, int w, NativeInts sum)
                         DELTIC_INLINE_LAMBDA {
-                            Native scaled = to_floats(sum) * load_native(scales + w * kNative) * units[r];
+                            Native scaled = to_floats(sum - biases[r]) * load_native(scales + w * kNative) * units[r];
                             store(scores + r * kScores + w * kNative, scaled);
                         });
                 });
@@ -728,64 +740,75 @@ template <typename T> struct Worker {
             Words words[kLanes];
             transpose(keys + d, step, words);
 #pragma GCC unroll 16
-            for (int i = 0; i < kLanes; ++i) store(to + (d / 4 + i) * 4 * kPanel, words[i]);
+            for (int i = 0; i < kLanes; ++i) store(to + (d / 4 + i) * 4 * kPanel, biased(words[i]));
         }
-        // numbers behind the last dimension meet factors of 0
+        // bytes behind the last dimension meet factors of 0
         for (int64_t d = whole; d < dim; d += 4)
-            for (int i = 0; i < kPage; ++i) std::memcpy(to + d * kPanel + 4 * i, keys + i * step + d, 4);
+            for (int i = 0; i < kPage; ++i) {
+                uint32_t quad;
+                std::memcpy(&quad, keys + i * step + d, 4);
+                quad ^= kBias * 0x01010101u;
+                std::memcpy(to + d * kPanel + 4 * i, &quad, 4);
+            }
     }
 
     void weigh_int8(float *result) {
         for (int64_t i = 0; i < positions; i += kPage) read_scales(page(call.kv.values, i), i, space.int8.value_scales);
         soften_all(result);
-        for (int64_t h = 0; h < job.heads; ++h)
-            each_tile(h, 0, [&](int64_t row, int64_t tile, auto padded) {
-                for (int64_t r = 0; r < tile_rows(tile); ++r)
-                    weight_factors_of<padded.value>(row + r, seen(tile + r), space.int8.value_scales + h * kPart,
-                                                    weight_factors(row) + 2 * r);
-            });
-        for (int64_t i = 0; i < positions; i += Int8Space::kBlock) weigh_block(i);
-        each_query([&](int64_t row, int64_t query, int64_t) {
-            if (!seen(query)) return;
-            const int32_t *sums = space.int8.sums + row * call.padded;
-            float *to = result + row * call.record, unit = space.int8.weight_units[row];
-            for (int64_t d = 0; d < call.padded; d += kNative) store(to + d, to_floats(load<NativeInts>(sums + d)) * unit);
-        });
+        for (int64_t i = 0; i < positions; i += kBlock)
+            for (int64_t h = 0; h < job.heads; ++h) weigh_block(h, i, result);
     }
-    // The weights of a query times the scales of the values, as factors; `seen` of them are not 0.
-    template <int R> void weight_factors_of(int64_t row, int64_t count, const float *scales, int32_t *to) {
-        float *weights = space.scores + row * kScores;
-        for (int64_t i = 0; i < count; i += kLanes) {
-            Floats scaled = take(weights + i, count - i) * take(scales + i, count - i);
-            put(weights + i, scaled, count - i);
+    // The weights of a block of positions times the scales of the values, as factors; `count` of them are not 0.
+    // Rounding adds to each position another part of a unit, so that many small weights keep their sum.
+    void pack_weights(const float *weights, const float *scales, int64_t count, int64_t row, int64_t step,
+                      int32_t *to) {
+        alignas(64) int8_t codes[kBlock];
+        float scaled[kBlock];
+        for (int64_t i = 0; i < kBlock; i += kLanes) {
+            Floats weight = i < count ? take(weights + i, count - i) * take(scales + i, count - i) : Floats{};
+            store(scaled + i, weight);
         }
-        Unit unit(largest(weights, count), kLargestFactor);
+        Unit unit(largest(scaled, kBlock));
+        Ints sums = {};
+        Floats top = splat(kLargestCode);
+        for (int64_t i = 0; i < kBlock; i += kLanes) {
+            Ints rounded = to_nearest(minimum(loadf(scaled + i) * unit.inverse + loadf(kDither.at + i), top));
+            to_s8(codes + i, rounded);
+            sums += rounded;
+        }
         space.int8.weight_units[row] = unit.size;
-        write_factors<R, true>(weights, count, unit.inverse, pieces_of(positions, 4), to);
+        space.int8.weight_biases[row] = 0;
+        for (int lane = 0; lane < kLanes; ++lane) space.int8.weight_biases[row] += kBias * sums[lane];
+        for (int64_t quad = 0; quad < kBlock / 4; ++quad) std::memcpy(to + quad * step, codes + 4 * quad, 4);
     }
     // Adds the weighted values of the positions of a block.
-    void weigh_block(int64_t first) {
-        int64_t end = least(positions, first + Int8Space::kBlock), step = call.token_bytes(8), padded = call.padded;
+    void weigh_block(int64_t h, int64_t first, float *result) {
+        int64_t end = least(positions, first + kBlock), step = call.token_bytes(8), padded = call.padded;
         int8_t *block = space.int8.block;
-        for (int64_t h = 0; h < job.heads; ++h) {
-            for (int64_t i = first; i < end; i += 4) {
-                const T *from = page(call.kv.values, i) + h * dim + i % kPage * step;
-                const T *next = after_values(i) + h * dim + i % kPage * step;
-                weave_all(from, next, step, block + (i - first) * padded);
-            }
-            each_tile(h, first, [&](int64_t row, int64_t, auto tile) {
-                const int32_t *factors = weight_factors(row) + first / 4 * 2 * tile.value;
-                for (int64_t d = 0; d < padded; d += kPanel) {
-                    int32_t *sums = space.int8.sums + row * padded + d;
-                    multiply<tile.value, kWide>(
-                        block + 4 * d, 4 * padded, factors, pieces_of(end - first, 4), [&](int r, int w, NativeInts sum)
-                        DELTIC_INLINE_LAMBDA {
-                            int32_t *to = sums + r * padded + w * kNative;
-                            store(to, first ? load<NativeInts>(to) + sum : sum);
-                        });
-                }
-            });
+        for (int64_t i = first; i < end; i += 4) {
+            const T *from = page(call.kv.values, i) + h * dim + i % kPage * step;
+            const T *next = after_values(i) + h * dim + i % kPage * step;
+            weave_all(from, next, step, block + (i - first) * padded);
         }
+        int32_t *factors = space.int8.factors;
+        each_tile(h, first, [&](int64_t row, int64_t tile, auto padded_rows) {
+            constexpr int R = padded_rows.value;
+            for (int64_t r = 0; r < tile_rows(tile); ++r)
+                pack_weights(space.scores + (row + r) * kScores + first, space.int8.value_scales + h * kPart + first,
+                             least(seen(tile + r) - first, kBlock), row + r, R, factors + r);
+            const float *units = space.int8.weight_units + row;
+            const int32_t *biases = space.int8.weight_biases + row;
+            for (int64_t d = 0; d < padded; d += kPanel) {
+                float *to = result + row * call.record + d;
+                multiply<R, kWide>(block + 4 * d, 4 * padded, factors, pieces_of(end - first, 4),
+                                   [&](int r, int w, NativeInts sum) DELTIC_INLINE_LAMBDA {
+                                       Native scaled = to_floats(sum - biases[r]);
+                                       float *own = to + r * call.record + w * kNative;
+                                       Native before = first ? load_native(own) : Native{};
+                                       store(own, fma(scaled, splat<Native>(units[r]), before));
+                                   });
+            }
+        });
     }
     void weave_all(const T *from, const T *next, int64_t step, int8_t *to) {
         const auto *codes = reinterpret_cast<const int8_t *>(from);

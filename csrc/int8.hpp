@@ -1,5 +1,5 @@
 // Keys and values in eight bits, as deltic/ops/kv.py describes them, and their products with queries and weights, which
-// are rounded to 15 bits. Sums of products are exact integers, so that they do not depend on the level or on the order.
+// are rounded to eight bits, too. Sums of products are exact integers: they depend neither on the level nor on an order.
 #pragma once
 #include <bit>
 #include <cmath>
@@ -12,9 +12,8 @@ namespace {
 struct Int8 {
     int8_t code;
 };
-// With so many dimensions, or positions of a part, the sums stay below 2^31.
-constexpr int64_t kInt8Dim = 1024;
-constexpr float kLargestCode = 127, kLargestFactor = 16383;
+constexpr int64_t kInt8Dim = 1024;  // of a head, at most
+constexpr float kLargestCode = 127;
 constexpr float kSmallestInt8 = 0x1p-100f;  // a vector of smaller numbers is stored as zeros
 
 // The codes of all heads, then their scales.
@@ -29,11 +28,11 @@ inline float largest(const float *x, int64_t count) {
     return std::bit_cast<float>(max_lanes(high));
 }
 
-// The unit in which `top` is `code`, and its inverse.
+// The unit in which `top` is 127, and its inverse.
 struct Unit {
     float size, inverse;
 
-    Unit(float top, float code) : size(top / code), inverse(code / top) {
+    explicit Unit(float top) : size(top / kLargestCode), inverse(kLargestCode / top) {
         if (top < kSmallestInt8) size = inverse = 0;
     }
 };
@@ -43,7 +42,7 @@ DELTIC_INLINE Ints to_nearest(Floats x) { return (Ints)(x + 0x1.8p23f) - 0x4b400
 
 // x [dim] -> codes [dim] and the scale.
 inline void write_int8(const float *x, int64_t dim, int8_t *codes, int8_t *scale) {
-    Unit unit(largest(x, dim), kLargestCode);
+    Unit unit(largest(x, dim));
     std::memcpy(scale, &unit.size, 4);
     int64_t whole = dim / kLanes * kLanes;
     for (int64_t i = 0; i < whole; i += kLanes) to_s8(codes + i, to_nearest(loadf(x + i) * unit.inverse));
@@ -54,78 +53,105 @@ inline void write_int8(const float *x, int64_t dim, int8_t *codes, int8_t *scale
 }
 
 // ---- Products. A quad is four codes in a lane: of a position's neighbouring dimensions, or of a dimension at
-// neighbouring positions. It is multiplied with four factors that all lanes share.
+// neighbouring positions. It is multiplied with the four factors, of -127 .. 127, that all lanes share.
 
-constexpr bool kByteProducts =
-#if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
-    true;
+// What is added to codes in quads: some instructions want one side without a sign.
+#if defined(__AVX512VNNI__)
+constexpr int kBias = 128;
+template <typename V> DELTIC_INLINE V biased(V codes) { return (V)((Words)codes ^ 0x80808080u); }
 #else
-    false;
+constexpr int kBias = 0;
+template <typename V> DELTIC_INLINE V biased(V codes) { return codes; }
 #endif
-// The place in a quad of each of four positions: its even places meet the first two factors, its odd ones the others.
-constexpr int kPlaces[4] = {0, kByteProducts ? 1 : 2, kByteProducts ? 2 : 1, 3};
 
-#if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#if defined(__AVX512VNNI__)
+struct Quads {
+    NativeBytes codes;
+    DELTIC_INLINE explicit Quads(const int8_t *from) : codes(load<NativeBytes>(from)) {}
+    DELTIC_INLINE NativeInts add(NativeInts sum, const int32_t &factors) const { return dot4(sum, codes, factors); }
+};
+#elif defined(__AVX512BW__)
+struct Quads {
+    __m512i sizes;
+    __mmask64 negative;
+    DELTIC_INLINE explicit Quads(const int8_t *from) {
+        __m512i codes = _mm512_loadu_si512(from);
+        sizes = _mm512_abs_epi8(codes);
+        negative = _mm512_movepi8_mask(codes);
+    }
+    DELTIC_INLINE NativeInts add(NativeInts sum, const int32_t &factors) const {
+        __m512i all = _mm512_set1_epi32(factors);
+        __m512i turned = _mm512_mask_sub_epi8(all, negative, _mm512_setzero_si512(), all);
+        __m512i pairs = _mm512_maddubs_epi16(sizes, turned);  // at most 2 * 127 * 127
+        return sum + (NativeInts)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+    }
+};
+#elif defined(__AVX2__)
+struct Quads {
+    __m256i codes, sizes;
+    DELTIC_INLINE explicit Quads(const int8_t *from)
+        : codes(_mm256_loadu_si256((const __m256i *)from)), sizes(_mm256_abs_epi8(codes)) {}
+    DELTIC_INLINE NativeInts add(NativeInts sum, const int32_t &factors) const {
+        __m256i pairs = _mm256_maddubs_epi16(sizes, _mm256_sign_epi8(_mm256_set1_epi32(factors), codes));
+        return sum + (NativeInts)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    }
+};
+#elif defined(__aarch64__)
 struct Quads {
     int8x16_t codes;
     DELTIC_INLINE explicit Quads(const int8_t *from) : codes(vld1q_s8(from)) {}
-};
-struct Sum {
-    int32x4_t high{}, low{};
-    DELTIC_INLINE void add(const Quads &quads, const int32_t *factors) {
-        high = vdotq_s32(high, quads.codes, vreinterpretq_s8_s32(vdupq_n_s32(factors[0])));
-        low = vdotq_s32(low, quads.codes, vreinterpretq_s8_s32(vdupq_n_s32(factors[1])));
+    DELTIC_INLINE NativeInts add(NativeInts sum, const int32_t &factors) const {
+        int8x16_t all = vreinterpretq_s8_s32(vdupq_n_s32(factors));
+#if defined(__ARM_FEATURE_DOTPROD)
+        return (NativeInts)vdotq_s32((int32x4_t)sum, codes, all);
+#else
+        int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(codes), vget_low_s8(all)));
+        int32x4_t high = vpaddlq_s16(vmull_s8(vget_high_s8(codes), vget_high_s8(all)));
+        return sum + (NativeInts)vpaddq_s32(low, high);
+#endif
     }
-    DELTIC_INLINE NativeInts total() const { return (NativeInts)vaddq_s32(vshlq_n_s32(high, 7), low); }
 };
 #else
+// As pairs of 16 bits: the even bytes of a lane, and its odd ones.
 typedef int16_t NativeShorts __attribute__((vector_size(kNative * 4)));
 struct Quads {
-    NativeInts even, odd;
-    DELTIC_INLINE explicit Quads(const int8_t *from) {
-        auto both = load<NativeShorts>(from);
-        even = (NativeInts)(both << 8 >> 8);
-        odd = (NativeInts)(both >> 8);
+    NativeShorts even, odd;
+    DELTIC_INLINE explicit Quads(const void *from) {
+        auto both = load<NativeShorts>(static_cast<const int8_t *>(from));
+        even = both << 8 >> 8;
+        odd = both >> 8;
     }
-};
-struct Sum {
-    NativeInts sum{};
-    DELTIC_INLINE void add(const Quads &quads, const int32_t *factors) {
-        sum = dot2(dot2(sum, quads.even, factors[0]), quads.odd, factors[1]);
+    DELTIC_INLINE NativeInts add(NativeInts sum, const int32_t &factors) const {
+        int32_t all[kNative];
+        for (int32_t &each : all) each = factors;
+        Quads those(all);
+#if defined(__SSE2__)
+        __m128i first = _mm_madd_epi16((__m128i)even, (__m128i)those.even);
+        return sum + (NativeInts)_mm_add_epi32(first, _mm_madd_epi16((__m128i)odd, (__m128i)those.odd));
+#else
+        NativeShorts first = even * those.even, second = odd * those.odd;  // at most 127 * 127 each
+        auto pairs = (NativeInts)first, others = (NativeInts)second;
+        return sum + (pairs << 16 >> 16) + (pairs >> 16) + (others << 16 >> 16) + (others >> 16);
+#endif
     }
-    DELTIC_INLINE NativeInts total() const { return sum; }
 };
 #endif
 
-// Four factors, for the places 0 .. 3 of a quad, or (spread) for its positions 0 .. 3 as kPlaces puts them.
-template <bool kSpread> DELTIC_INLINE uint64_t factors_of(const int16_t *from) {
-    uint64_t four;
-    std::memcpy(&four, from, sizeof four);
-    if constexpr (kByteProducts) {  // the upper bytes of all four, then their lower seven bits
-        uint64_t bytes = 0;
-        for (int i = 0; i < 4; ++i)
-            bytes |= uint64_t(uint8_t(from[i] >> 7)) << (8 * i) | uint64_t(from[i] & 127) << (32 + 8 * i);
-        return bytes;
-    }
-    if constexpr (kSpread) return four;
-    return (four & 0xffff00000000ffff) | (four >> 16 & 0xffff0000) | (four & 0xffff0000) << 16;
-}
-
-// done(r, w, sum) for the sums over so many quads, which are `step` bytes apart. factors: [quads, R, 2].
+// done(r, w, sum) for the sums over so many quads, which are `step` bytes apart. factors: [quads, R].
 template <int R, int W, typename Done>
 DELTIC_INLINE void multiply(const int8_t *from, int64_t step, const int32_t *factors, int64_t quads, Done &&done) {
-    Sum sum[R][W];
-    for (int64_t i = 0; i < quads; ++i, from += step, factors += 2 * R)
+    NativeInts sum[R][W] = {};
+    for (int64_t i = 0; i < quads; ++i, from += step, factors += R)
 #pragma GCC unroll 4
         for (int w = 0; w < W; ++w) {
             Quads codes(from + w * 4 * kNative);
 #pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) sum[r][w].add(codes, factors + 2 * r);
+            for (int r = 0; r < R; ++r) sum[r][w] = codes.add(sum[r][w], factors[r]);
         }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int w = 0; w < W; ++w) done(r, w, sum[r][w].total());
+        for (int w = 0; w < W; ++w) done(r, w, sum[r][w]);
 }
 
 // Values of four positions, `stride` bytes apart, in 16 or 64 dimensions -> quads of neighbouring dimensions.
@@ -136,7 +162,7 @@ DELTIC_INLINE void weave(const int8_t *from, int64_t stride, int8_t *to) {
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     __m512i row[4];
     for (int i = 0; i < 4; ++i)
-        row[kPlaces[i]] = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(from + i * stride));
+        row[i] = biased(_mm512_permutexvar_epi32(order, _mm512_loadu_si512(from + i * stride)));
     __m512i low01 = _mm512_unpacklo_epi8(row[0], row[1]), high01 = _mm512_unpackhi_epi8(row[0], row[1]);
     __m512i low23 = _mm512_unpacklo_epi8(row[2], row[3]), high23 = _mm512_unpackhi_epi8(row[2], row[3]);
     _mm512_storeu_si512(to, _mm512_unpacklo_epi16(low01, low23));
@@ -150,7 +176,7 @@ DELTIC_INLINE void weave(const int8_t *from, int64_t stride, int8_t *to) {
     typedef int8_t Bytes __attribute__((vector_size(16)));
     typedef int16_t Pairs __attribute__((vector_size(16)));
     Bytes row[4];
-    for (int i = 0; i < 4; ++i) row[kPlaces[i]] = load<Bytes>(from + i * stride);
+    for (int i = 0; i < 4; ++i) row[i] = load<Bytes>(from + i * stride);
     auto low = [](Bytes a, Bytes b) DELTIC_INLINE_LAMBDA {
         return (Pairs)DELTIC_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     };
@@ -168,7 +194,7 @@ DELTIC_INLINE void weave(const int8_t *from, int64_t stride, int8_t *to) {
 // The same of fewer dimensions.
 inline void weave_part(const int8_t *from, int64_t stride, int64_t dim, int8_t *to) {
     for (int64_t d = 0; d < dim; ++d)
-        for (int i = 0; i < 4; ++i) to[4 * d + kPlaces[i]] = from[i * stride + d];
+        for (int i = 0; i < 4; ++i) to[4 * d + i] = int8_t(from[i * stride + d] + kBias);
 }
 
 }  // namespace

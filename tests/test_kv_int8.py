@@ -75,6 +75,9 @@ SHAPES = SPECS | {10: AttentionSpec(heads=6, kv_heads=2, head_dim=10, rotary_dim
                   288: AttentionSpec(heads=28, kv_heads=2, head_dim=288, rotary_dim=32, gate=True, eps=1e-6)}
 EQUAL = ("avx2", "avx512", "vnni", "bf16")
 """Levels with fused multiply-add."""
+TORCH_ERROR = {torch.float32: 5e-4, torch.bfloat16: 1e-2}
+KERNEL_ERROR = {torch.float32: 1.2e-2, torch.bfloat16: 1.5e-2}
+"""The kernels round queries and weights to eight bits, too."""
 
 
 @cache
@@ -98,7 +101,8 @@ def attention_of(ops: Ops, dim: int, dtype: torch.dtype) -> tuple[Tensor, KvView
 def test_attention(backend: str, dim: int, dtype: torch.dtype) -> None:
     found, view = attention_of(TORCH if backend == "torch" else compiled_ops(backend), dim, dtype)
     wanted, slow = exact_attention(dim, dtype)
-    assert found.dtype == dtype and relative_rms(found, wanted) < {torch.float32: 5e-4, torch.bfloat16: 1e-2}[dtype]
+    most = (TORCH_ERROR if backend == "torch" else KERNEL_ERROR)[dtype]
+    assert found.dtype == dtype and relative_rms(found, wanted) < most
     stored = torch.zeros(CASE.pages * PAGE, dtype=torch.bool)
     stored[CASE.batch.store] = True
     for mine, theirs in ((view.keys, slow.keys), (view.values, slow.values)):
@@ -110,14 +114,12 @@ def test_attention(backend: str, dim: int, dtype: torch.dtype) -> None:
             assert (codes[0] != codes[1]).float().mean() < 2e-3
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("dim", SHAPES)
 def test_levels_give_the_same_bits(dim: int) -> None:
-    """Whole layers over quantized weights differ by more: sums of integers are equal, those of floats need not be."""
     found = [attention_of(compiled_ops(level), dim, torch.float32) for level in EQUAL]
     for mixed, view in found[1:]:
-        assert relative_rms(mixed, found[0][0]) < 1e-5
-        assert (view.keys != found[0][1].keys).float().mean() < 1e-3
+        assert same_bits(mixed, found[0][0])
+        assert same_bits(view.keys, found[0][1].keys) and same_bits(view.values, found[0][1].values)
 
 
 # Pools and tiers

@@ -24,7 +24,7 @@ from deltic.cache.offload.directory import ITEM_SUFFIX, CacheDirectory, check_ro
 from deltic.cache.offload.types import FullError, StoredItem, TierStore, TierStoreError
 
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
-                  "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
+                  "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8}
 _DTYPE_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 LARGEST_HEADER: Final = 1 << 20
 _LENGTH_BYTES = 8
