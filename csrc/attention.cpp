@@ -373,13 +373,13 @@ struct Job {
 // Rows of a job's arrays per key head: one per query, and those that pad the last tile.
 int64_t rows_of(const Call &call, int64_t tokens) { return round_up(tokens * call.group, 4); }
 
-// What else a thread has for int8.
+// A thread's memory for int8.
 struct Int8Space {
     static constexpr int64_t kBlock = 64;  // positions with weights in one unit
 
     float *key_scales = nullptr, *value_scales = nullptr;  // [heads, kPart]
     float *units = nullptr, *weight_units = nullptr;       // of the factors of queries, and of weights: [rows]
-    int32_t *biases = nullptr, *weight_biases = nullptr;   // what the bias of codes adds to their products: [rows]
+    int32_t *biases = nullptr, *weight_biases = nullptr;   // `bias_of` the factors: [rows]
     int32_t *factors = nullptr;                            // of a tile's weights: [kBlock / 4, rows of the tile]
     int8_t *block = nullptr;                               // quads of values: [kBlock / 4, padded]
 
@@ -389,17 +389,17 @@ struct Int8Space {
         return rows * (kPart / 2 + 4) + kBlock / 4 * (kTile + call.padded) + 2 * kLanes;
     }
     Int8Space(const Call &call, int64_t rows, float *from) {
-        key_scales = from;  // a head has four rows or more
+        block = reinterpret_cast<int8_t *>(from);
+        factors = reinterpret_cast<int32_t *>(from + kBlock / 4 * call.padded);
+        key_scales = from + kBlock / 4 * (call.padded + kTile);  // a head has four rows or more
         value_scales = key_scales + rows * (kPart / 4);
         units = value_scales + rows * (kPart / 4);
         weight_units = units + rows;
         biases = reinterpret_cast<int32_t *>(weight_units + rows);
         weight_biases = biases + rows;
-        factors = weight_biases + rows;
-        block = reinterpret_cast<int8_t *>(factors + kBlock / 4 * kTile);
     }
 };
-// Parts of a unit from -1/2 to 1/2, spread evenly over the positions of a block and over each run of them.
+// Numbers between -1/2 and 1/2, one for each position of a block. Any run of positions has an even spread of them.
 constexpr struct Dither {
     float at[Int8Space::kBlock];
 
@@ -419,7 +419,7 @@ struct Space {
 
     static int64_t panel_floats(const Call &call) { return most(call.dim, kPart) * kPanel; }
     static int64_t floats(const Call &call, int64_t rows) {
-        return rows * (call.dim + 2 + kScores + 2 * call.record) + panel_floats(call) + kLanes +
+        return rows * (call.dim + kScores + 2 * call.record) + panel_floats(call) + kLanes +
                Int8Space::floats(call, rows);
     }
     Space(const Call &call, int64_t rows, float *from) {
@@ -428,7 +428,7 @@ struct Space {
         part = total + rows * call.record;
         panel = part + rows * call.record;
         queries = panel + panel_floats(call);
-        int8 = Int8Space(call, rows, queries + rows * (call.dim + 2) + kLanes);
+        int8 = Int8Space(call, rows, queries + rows * call.dim + kLanes);
     }
 };
 
@@ -687,14 +687,14 @@ template <typename T> struct Worker {
     void pack_query(const float *query, int64_t row, int64_t step, int32_t *to) {
         alignas(64) int8_t codes[kInt8Dim];
         Unit unit(largest(query, dim));
-        int32_t sum = 0;
+        Ints sums = {};
         for (int64_t i = 0; i < dim; i += kLanes) {
             Ints rounded = to_nearest(take(query + i, dim - i) * unit.inverse);
             to_s8(codes + i, rounded);
-            for (int lane = 0; lane < kLanes; ++lane) sum += rounded[lane];
+            sums += rounded;
         }
         space.int8.units[row] = unit.size;
-        space.int8.biases[row] = kBias * sum;
+        space.int8.biases[row] = bias_of(sums);
         for (int64_t quad = 0; quad < query_quads(); ++quad) std::memcpy(to + quad * step, codes + 4 * quad, 4);
     }
 
@@ -717,26 +717,39 @@ template <typename T> struct Worker {
             }
             for (int64_t h = 0; h < job.heads; ++h) {
                 for (int64_t j = 0; j < kPanel && i + j < positions; j += kPage)
-                    unpack_codes(page(call.kv.keys, i + j) + h * dim, after_keys(i + j) + h * dim, panel + 4 * j);
+                    unpack_codes(page(call.kv.keys, i + j) + h * dim, panel + 4 * j);
+                Fetch fetch = after_panel(i, h);
                 each_tile(h, i, [&](int64_t row, int64_t, auto padded) {
                     const float *units = space.int8.units + row, *scales = space.int8.key_scales + h * kPart + i;
                     const int32_t *biases = space.int8.biases + row;
                     float *scores = space.scores + row * kScores + i;
                     multiply<padded.value, kWide>(
-                        panel, 4 * kPanel, query_factors(row), quads, [&](int r, int w, NativeInts sum)
+                        panel, 4 * kPanel, query_factors(row), quads, fetch, [&](int r, int w, NativeInts sum)
                         DELTIC_INLINE_LAMBDA {
                             Native scaled = to_floats(sum - biases[r]) * load_native(scales + w * kNative) * units[r];
                             store(scores + r * kScores + w * kNative, scaled);
                         });
+                    fetch = Fetch(panel);
                 });
             }
         }
     }
+    // The keys two panels on, or the part's first values.
+    Fetch after_panel(int64_t position, int64_t h) const {
+        int64_t next = position + 2 * kPanel;
+        if (next < positions) return fetch_of(call.kv.keys, next, h);
+        return fetch_of(call.kv.values, least(next - positions, positions - 1), h);
+    }
+    // Two pages from a position on, as far as the part goes.
+    Fetch fetch_of(const void *pool, int64_t position, int64_t h) const {
+        const T *one = page(pool, position) + h * dim;
+        const T *other = position + kPage < positions ? page(pool, position + kPage) + h * dim : one;
+        return Fetch(one, other, dim, call.token_bytes(8));
+    }
     // Keys of a page as quads [dim / 4, kPanel].
-    void unpack_codes(const T *keys, const T *next, int8_t *to) {
+    void unpack_codes(const T *keys, int8_t *to) {
         int64_t step = call.token_bytes(8), whole = dim / 64 * 64;
         for (int64_t d = 0; d < whole; d += 64) {
-            fetch_lines(next + d, step);
             Words words[kLanes];
             transpose(keys + d, step, words);
 #pragma GCC unroll 16
@@ -758,8 +771,8 @@ template <typename T> struct Worker {
         for (int64_t i = 0; i < positions; i += kBlock)
             for (int64_t h = 0; h < job.heads; ++h) weigh_block(h, i, result);
     }
-    // The weights of a block of positions times the scales of the values, as factors; `count` of them are not 0.
-    // Rounding adds to each position another part of a unit, so that many small weights keep their sum.
+    // Factors from the weights of a block times the scales of the values; the query sees `count` positions. kDither is
+    // added before rounding, so that many small weights keep their sum.
     void pack_weights(const float *weights, const float *scales, int64_t count, int64_t row, int64_t step,
                       int32_t *to) {
         alignas(64) int8_t codes[kBlock];
@@ -777,8 +790,7 @@ template <typename T> struct Worker {
             sums += rounded;
         }
         space.int8.weight_units[row] = unit.size;
-        space.int8.weight_biases[row] = 0;
-        for (int lane = 0; lane < kLanes; ++lane) space.int8.weight_biases[row] += kBias * sums[lane];
+        space.int8.weight_biases[row] = bias_of(sums);
         for (int64_t quad = 0; quad < kBlock / 4; ++quad) std::memcpy(to + quad * step, codes + 4 * quad, 4);
     }
     // Adds the weighted values of the positions of a block.
@@ -787,9 +799,9 @@ template <typename T> struct Worker {
         int8_t *block = space.int8.block;
         for (int64_t i = first; i < end; i += 4) {
             const T *from = page(call.kv.values, i) + h * dim + i % kPage * step;
-            const T *next = after_values(i) + h * dim + i % kPage * step;
-            weave_all(from, next, step, block + (i - first) * padded);
+            weave_all(from, step, block + (i - first) * padded);
         }
+        bool last = end == positions, tiled = false;
         int32_t *factors = space.int8.factors;
         each_tile(h, first, [&](int64_t row, int64_t tile, auto padded_rows) {
             constexpr int R = padded_rows.value;
@@ -798,9 +810,13 @@ template <typename T> struct Worker {
                              least(seen(tile + r) - first, kBlock), row + r, R, factors + r);
             const float *units = space.int8.weight_units + row;
             const int32_t *biases = space.int8.weight_biases + row;
+            Fetch fetch(block);
             for (int64_t d = 0; d < padded; d += kPanel) {
                 float *to = result + row * call.record + d;
-                multiply<R, kWide>(block + 4 * d, 4 * padded, factors, pieces_of(end - first, 4),
+                // a half of the dimensions for each half of the next block
+                if (!last && !tiled && d % pieces_of(padded, 2) == 0)
+                    fetch = fetch_of(call.kv.values, least(end + (d ? 2 * kPage : 0), positions - 1), h);
+                multiply<R, kWide>(block + 4 * d, 4 * padded, factors, pieces_of(end - first, 4), fetch,
                                    [&](int r, int w, NativeInts sum) DELTIC_INLINE_LAMBDA {
                                        Native scaled = to_floats(sum - biases[r]);
                                        float *own = to + r * call.record + w * kNative;
@@ -808,16 +824,13 @@ template <typename T> struct Worker {
                                        store(own, fma(scaled, splat<Native>(units[r]), before));
                                    });
             }
+            tiled = true;
         });
     }
-    void weave_all(const T *from, const T *next, int64_t step, int8_t *to) {
+    void weave_all(const T *from, int64_t step, int8_t *to) {
         const auto *codes = reinterpret_cast<const int8_t *>(from);
         int64_t whole = dim / kWoven * kWoven;
-        for (int64_t d = 0; d < whole; d += kWoven) {
-            if (d % 64 == 0)
-                for (int i = 0; i < 4; ++i) __builtin_prefetch(next + i * step + d, 0, 2);
-            weave(codes + d, step, to + 4 * d);
-        }
+        for (int64_t d = 0; d < whole; d += kWoven) weave(codes + d, step, to + 4 * d);
         weave_part(codes + whole, step, dim - whole, to + 4 * whole);
     }
 

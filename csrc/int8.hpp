@@ -55,7 +55,7 @@ inline void write_int8(const float *x, int64_t dim, int8_t *codes, int8_t *scale
 // ---- Products. A quad is four codes in a lane: of a position's neighbouring dimensions, or of a dimension at
 // neighbouring positions. It is multiplied with the four factors, of -127 .. 127, that all lanes share.
 
-// What is added to codes in quads: some instructions want one side without a sign.
+// Quads hold codes plus kBias: VNNI multiplies bytes without a sign by bytes with one.
 #if defined(__AVX512VNNI__)
 constexpr int kBias = 128;
 template <typename V> DELTIC_INLINE V biased(V codes) { return (V)((Words)codes ^ 0x80808080u); }
@@ -63,6 +63,15 @@ template <typename V> DELTIC_INLINE V biased(V codes) { return (V)((Words)codes 
 constexpr int kBias = 0;
 template <typename V> DELTIC_INLINE V biased(V codes) { return codes; }
 #endif
+
+// Returns what the bias adds to a sum of products. sums: of the factors, lane by lane.
+inline int32_t bias_of(Ints sums) {
+    if (!kBias) return 0;
+    int32_t lane[kLanes], all = 0;
+    store(lane, sums);
+    for (int32_t each : lane) all += each;
+    return kBias * all;
+}
 
 #if defined(__AVX512VNNI__)
 struct Quads {
@@ -124,12 +133,12 @@ struct Quads {
     DELTIC_INLINE NativeInts add(NativeInts sum, const int32_t &factors) const {
         int32_t all[kNative];
         for (int32_t &each : all) each = factors;
-        Quads those(all);
+        Quads shared(all);
 #if defined(__SSE2__)
-        __m128i first = _mm_madd_epi16((__m128i)even, (__m128i)those.even);
-        return sum + (NativeInts)_mm_add_epi32(first, _mm_madd_epi16((__m128i)odd, (__m128i)those.odd));
+        __m128i first = _mm_madd_epi16((__m128i)even, (__m128i)shared.even);
+        return sum + (NativeInts)_mm_add_epi32(first, _mm_madd_epi16((__m128i)odd, (__m128i)shared.odd));
 #else
-        NativeShorts first = even * those.even, second = odd * those.odd;  // at most 127 * 127 each
+        NativeShorts first = even * shared.even, second = odd * shared.odd;  // at most 127 * 127 each
         auto pairs = (NativeInts)first, others = (NativeInts)second;
         return sum + (pairs << 16 >> 16) + (pairs >> 16) + (others << 16 >> 16) + (others >> 16);
 #endif
@@ -137,17 +146,41 @@ struct Quads {
 };
 #endif
 
+// Prefetches a head at two pages, a line of each at a time, row by row: a burst of prefetches stalls the loads behind it.
+struct Fetch {
+    const int8_t *first, *second;  // the next lines
+    int64_t lines, skip;           // of a row; from its last line to the next row
+    int64_t left;                  // of this row
+
+    Fetch(const void *one, const void *other, int64_t dim, int64_t step)
+        : first(static_cast<const int8_t *>(one)), second(static_cast<const int8_t *>(other)),
+          lines(pieces_of(dim, 64)), skip(step - lines * 64), left(lines) {}
+    // Prefetches nothing new: the same line each time.
+    explicit Fetch(const void *one)
+        : first(static_cast<const int8_t *>(one)), second(first), lines(1), skip(-64), left(1) {}
+    DELTIC_INLINE void operator()() {
+        __builtin_prefetch(first, 0, 2);
+        __builtin_prefetch(second, 0, 2);
+        int64_t way = 64;
+        if (--left == 0) way += skip, left = lines;
+        first += way, second += way;
+    }
+};
+
 // done(r, w, sum) for the sums over so many quads, which are `step` bytes apart. factors: [quads, R].
 template <int R, int W, typename Done>
-DELTIC_INLINE void multiply(const int8_t *from, int64_t step, const int32_t *factors, int64_t quads, Done &&done) {
+DELTIC_INLINE void multiply(const int8_t *from, int64_t step, const int32_t *factors, int64_t quads, Fetch &fetch,
+                            Done &&done) {
     NativeInts sum[R][W] = {};
-    for (int64_t i = 0; i < quads; ++i, from += step, factors += R)
+    for (int64_t i = 0; i < quads; ++i, from += step, factors += R) {
+        fetch();
 #pragma GCC unroll 4
         for (int w = 0; w < W; ++w) {
             Quads codes(from + w * 4 * kNative);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) sum[r][w] = codes.add(sum[r][w], factors[r]);
         }
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -158,7 +191,7 @@ DELTIC_INLINE void multiply(const int8_t *from, int64_t step, const int32_t *fac
 #if defined(__AVX512BW__)
 constexpr int64_t kWoven = 64;
 DELTIC_INLINE void weave(const int8_t *from, int64_t stride, int8_t *to) {
-    // so that the quads of each 128 bits follow those of the 128 bits before
+    // unpacking works within 128 bits: this order makes the quads contiguous
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     __m512i row[4];
     for (int i = 0; i < 4; ++i)

@@ -106,7 +106,8 @@ class Heads:
         match name:
             case "keys" | "values" if whole.dtype in PACKED:
                 bits, dim = KEY_BITS if name == "keys" else VALUE_BITS, self.config.head_dim
-                return self.of_sections(whole, (dim, 4) if whole.dtype == INT8 else (dim // 2, dim // 8 * (bits - 4), 2))
+                sizes = (dim, 4) if whole.dtype == INT8 else (dim // 2, dim // 8 * (bits - 4), 2)
+                return self.of_sections(whole, sizes)
             case "keys" | "values":
                 return as_bytes(whole)[..., self.kv, :].view(whole.dtype)
             case "recurrent":

@@ -369,7 +369,7 @@ def equal_greedy_tokens(device: str, packed: str = "int4") -> tuple[float, float
         same += sum(int(row.argmax()) == token for row, token in zip(logits, plain, strict=True))
         before += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(plain, coarse, strict=False)))
         tokens += len(plain)
-    print(f"{same} of {tokens} greedy tokens are the same over {packed} K/V, {before} before an answer's first other token")
+    print(f"{same} of {tokens} greedy tokens are the same over {packed} K/V, {before} before the first other token")
     assert tokens > 3000
     return same / tokens, before / tokens
 

@@ -183,7 +183,8 @@ def test_reference_ops_split_a_model_too(kind: str) -> None:
 @needs_kernels
 @pytest.mark.covering
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_dtype": "int4"},
-                                     {"kv_dtype": "int8"}, {"quant": "q8_0"}, {"quant": "q4_k", "dtype": "bfloat16"}], ids=str)
+                                     {"kv_dtype": "int8"}, {"quant": "q8_0"},
+                                     {"quant": "q4_k", "dtype": "bfloat16"}], ids=str)
 @pytest.mark.parametrize("kind", ["hybrid", "experts"])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_bits_do_not_depend_on_the_devices_in_any_format(kind: str, tp: int, options: dict[str, Any]) -> None:

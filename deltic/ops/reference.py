@@ -610,7 +610,7 @@ def write_int8(x: Tensor) -> Tensor:
 
 
 def read_int8(stored: Tensor) -> Tensor:
-    """bytes as of write_int8 -> [kv_heads, D] float64."""
+    """bytes that write_int8 gives -> [kv_heads, D] float64."""
     heads, width = stored.shape
     codes, scales = stored.flatten().split((heads * (width - 4), heads * 4))
     return codes.view(heads, -1).double() * scales.clone().view(torch.float32).double()[:, None]

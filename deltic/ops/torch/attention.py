@@ -104,7 +104,7 @@ def _make_plan(batch: Batch) -> _AttentionPlan:
 
 
 def _attend(query: Tensor, kv: KvView, batch: Batch) -> Tensor:
-    """query [T, heads, head_dim] -> [T, heads, head_dim], in the dtype of K/V (any dtype with float8, int8 and int4)."""
+    """query [T, heads, head_dim] -> [T, heads, head_dim], in the dtype of K/V (any dtype with float8 and integers)."""
     plan, layout = _plan(batch), batch.layout
     parts, row, token = [], 0, 0
     if plan.padded and layout.decode_rows:
