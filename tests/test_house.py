@@ -174,7 +174,7 @@ def test_the_public_names() -> None:
 
 
 FILE_LINES, FUNCTION_LINES, PARAMETERS, LINE_WIDTH = 560, 60, 8, 120
-ORACLE = {"deltic/ops/reference.py": 794}
+ORACLE = {"deltic/ops/reference.py": 795}
 """The reference ops are one file on purpose, to be read beside the papers."""
 
 

@@ -106,7 +106,8 @@ def pack_int8(x: Tensor) -> Tensor:
     small = largest < _SMALLEST_SCALE
     codes = (wide * torch.where(small, 0, 127 / largest)).nan_to_num(0).round().to(INT8)
     scales = torch.where(small, 0, largest / 127).float().view(INT8)
-    return torch.cat((codes.flatten(-2), scales.flatten(-2)), -1).unflatten(-1, (x.shape[-2], -1))
+    whole: Tensor = torch.cat((codes.flatten(-2), scales.flatten(-2)), -1).unflatten(-1, (x.shape[-2], -1))
+    return whole
 
 
 def unpack_int8(stored: Tensor, dim: int, dtype: torch.dtype) -> Tensor:

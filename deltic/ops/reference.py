@@ -613,7 +613,8 @@ def read_int8(stored: Tensor) -> Tensor:
     """bytes that write_int8 gives -> [kv_heads, D] float64."""
     heads, width = stored.shape
     codes, scales = stored.flatten().split((heads * (width - 4), heads * 4))
-    return codes.view(heads, -1).double() * scales.clone().view(torch.float32).double()[:, None]
+    units = scales.clone().view(torch.float32).double()
+    return torch.mul(codes.view(heads, -1).double(), units[:, None])
 
 
 def _store(key: Tensor, value: Tensor, k_norm: Tensor | None, eps: float, kv: KvView, batch: Batch, rope: Rope) -> None:
