@@ -23,7 +23,7 @@ LINES = {
     "export": 3950,
     "loader": 9220,
     "model": 1280,
-    "ops": 13860,
+    "ops": 13870,
     "runner": 4415,
     "server": 8675,
     "spec_decode": 1315,
