@@ -74,6 +74,7 @@ class AdapterSet:
                         for layer in runtime.decoder.weights.layers)
             adapter = read_adapter(files, name, runtime.decoder.dtype, runtime.device, tiled)
             self._check_room(name, adapter.nbytes)
+            runtime.prepare_adapters()
             with self._lock:
                 self._loaded[name], self._times[name] = adapter, int(time.time())
         log.info("the adapter %s is loaded: rank %d, %.1f MiB, in %.2f s", name, adapter.rank,

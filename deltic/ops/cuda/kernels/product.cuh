@@ -21,8 +21,20 @@ struct Product {
     int slots;         // of the ring, at least 2
 };
 
-// OUT: kStore or kGate. FOURS: of tokens, at most.
-template <int K, bool NORM, int OUT, int FOURS, int ROWS>
+// With what adapters add to the product of each token that has one (lora.cuh).
+struct AddedProduct : Product {
+    const float *terms;  // [T, rows]
+    const i64 *entries;  // [T], negative: the token has none
+};
+// A number of a product and what the token's adapter adds to it. place: of the number in terms. The product itself is
+// rounded as always.
+template <class Args> DEVICE float with_term(const Args &a, float v, int token, i64 place) {
+    const float term = load(a.terms + place);
+    return a.entries[token] < 0 ? v : __fadd_rn(v, term);
+}
+
+// OUT: kStore or kGate. FOURS: of tokens, at most. TERMS: the arguments are an `AddedProduct`.
+template <int K, bool NORM, int OUT, int FOURS, int ROWS, bool TERMS = false>
 struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
     using Base = Input<Product, K, NORM, 0, 0, kPaired>;
     using Base::a, Base::tid, Base::warp, Base::lane, Base::xs, Base::WARPS;
@@ -190,7 +202,15 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
             const int column = (blockIdx.x + (i + slot) * gridDim.x) * WIDTH + n;
             const float *part = from + slot * (WARPS * 8) * a.tokens;
             const float f = !NORM ? 1.f : a.tokens == 1 ? alone : this->factor(token), v = sum(part, token, n) * f;
-            if constexpr (OUT == kGate)
+            if constexpr (TERMS) {
+                const auto &own = static_cast<const AddedProduct &>(a);
+                const i64 place = i64(token) * a.rows + column;
+                if constexpr (OUT == kGate) {
+                    const float up = with_term(own, __fmul_rn(sum(part, token, n + WIDTH), f), token, place + a.rows / 2);
+                    ((u16 *)a.y)[i64(token) * (a.rows / 2) + column] = narrow(silu(with_term(own, v, token, place)) * up);
+                } else if (column < a.rows)
+                    ((float *)a.y)[place] = with_term(own, v, token, place);
+            } else if constexpr (OUT == kGate)
                 ((u16 *)a.y)[i64(token) * (a.rows / 2) + column] = narrow(silu(v) * (sum(part, token, n + WIDTH) * f));
             else if (column < a.rows)
                 ((float *)a.y)[i64(token) * a.rows + column] = v;
@@ -212,9 +232,9 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
 };
 
 // Blocks of 8 warps that multiply and one that copies.
-template <int K, bool NORM, int OUT, int FOURS, int ROWS> DEVICE void product(const Product &a) {
+template <int K, bool NORM, int OUT, int FOURS, int ROWS, bool TERMS = false> DEVICE void product(const Product &a) {
     extern __shared__ __align__(128) char shared[];
-    Multiplier<K, NORM, OUT, FOURS, ROWS> m(a, shared);
+    Multiplier<K, NORM, OUT, FOURS, ROWS, TERMS> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
     if (NORM && m.tid * 32 < K) prefetch(a.scale + m.tid * 32);
     __syncthreads();

@@ -54,7 +54,7 @@ template <int K, int SLICES, int RUNS, int ROWS, bool SHORT> struct SliceShape {
 
 // OUT: kAdd: y is added to; kPart: the sum of the device's slices is written to y. The other parameters are those of
 // `Multiplier`.
-template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT>
+template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT, bool TERMS = false>
 struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
     using Base = Input<Product, K, false, HEAD, SLICE, kPaired>;
     using Base::a, Base::tid, Base::warp, Base::lane, Base::xs, Base::WARPS;
@@ -199,6 +199,8 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
                 for (int i = 0; i < SLICES; i += 2 * apart) v[i] += v[i + apart];
             if (float *const y = place_in_y(first, number)) {
                 if (OUT == kAdd && (first || number != tid)) old = load(y);
+                if constexpr (TERMS)
+                    v[0] = with_term(static_cast<const AddedProduct &>(a), v[0], number / ROWS - unit * a.tokens, y - (float *)a.y);
                 *y = OUT == kAdd ? old + v[0] : v[0];
             }
         }
@@ -221,9 +223,10 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
 };
 
 // Blocks of 8 warps that multiply and one that copies.
-template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT> DEVICE void sliced(const Product &a) {
+template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT, bool TERMS = false>
+DEVICE void sliced(const Product &a) {
     extern __shared__ __align__(128) char shared[];
-    SlicedMultiplier<K, OUT, FOURS, ROWS, HEAD, SLICE, SLICES, RUNS, SHORT> m(a, shared);
+    SlicedMultiplier<K, OUT, FOURS, ROWS, HEAD, SLICE, SLICES, RUNS, SHORT, TERMS> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
     m.slot = m.warp / m.JOINED;
     __syncthreads();
