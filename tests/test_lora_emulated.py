@@ -1,0 +1,176 @@
+"""Without a GPU: the kernels for adapters on the processor, thread by thread, against products in float64."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltic.ops.adapters import Adapter, AdapterLayer, LowRank
+from deltic.ops.cuda.adapters import (
+    ENTRIES,
+    EXPAND_THREADS,
+    HEAD,
+    MAX_TERMS,
+    SERVED,
+    SHRINK_THREADS,
+    AdapterTable,
+)
+from deltic.ops.cuda.arguments import ExpandArgs, ShrinkArgs
+from deltic.ops.cuda.driver import FOLDER
+
+ROOM, EPS, CPU = 2048, 1e-6, torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if not shutil.which("g++"):
+        pytest.skip("g++ is not installed")
+    target = tmp_path_factory.mktemp("emulated") / "lora.so"
+    command = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-pthread", f"-I{FOLDER}",
+               str(Path(__file__).with_name("emulated_lora.cpp")), "-o", str(target)]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(target))
+
+
+@pytest.fixture(autouse=True)
+def tables_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltic.ops.cuda.adapters.on_device", lambda host, device: host)
+
+
+def term(columns: int, rows: int, rank: int, first: int, seed: int) -> LowRank:
+    rng = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(rank, columns, generator=rng), torch.randn(rows, rank, generator=rng)
+    return LowRank.of((a * columns**-0.5).bfloat16(), b.bfloat16(), first)
+
+
+def adapter(name: str, *layers: dict[str, tuple[LowRank, ...]], head: tuple[LowRank, ...] = ()) -> Adapter:
+    return Adapter(name, name, tuple(AdapterLayer(products) for products in layers), head)
+
+
+def run(library: Any, table: AdapterTable, place: Tensor, entries: Tensor, x: Tensor, norm: Tensor | None, rows: int,
+        grid: int = 3) -> Tensor:
+    """What both kernels add to a product [T, rows], launched with few blocks."""
+    tokens, columns = x.shape
+    sums, terms = torch.full((tokens, ROOM), float("nan")), torch.full((tokens, rows), float("nan"))
+    shrink = ShrinkArgs(x=x, scale=norm, table=place, entries=entries, sums=sums, eps=EPS, tokens=tokens,
+                        columns=columns, stride=table.stride, room=ROOM)
+    expand = ExpandArgs(table=place, entries=entries, sums=sums, terms=terms, tokens=tokens, rows=rows,
+                        stride=table.stride, room=ROOM)
+    assert library.run_shrink(ctypes.byref(shrink), int(norm is not None), grid, SHRINK_THREADS) == grid
+    assert library.run_expand(ctypes.byref(expand), grid, EXPAND_THREADS) == grid
+    return terms
+
+
+def wanted(x: Tensor, norm: Tensor | None, terms: tuple[LowRank, ...], rows: int) -> Tensor:
+    own = x.double()
+    if norm is not None:
+        own = (x * norm).bfloat16().double() * (x.double().square().mean(-1, True) + EPS).rsqrt()
+    found = torch.zeros(len(x), rows, dtype=torch.float64)
+    for each in terms:
+        found[:, each.first:each.first + each.rows] = own @ each.a.double().T @ each.b.double().T
+    return found
+
+
+COLUMNS, ROWS = 2112, 1100
+"""More than a pass of a block each, and no multiple of one."""
+
+
+@pytest.fixture(scope="module")
+def adapters() -> list[Adapter]:
+    """Of two layers: many terms with odd ranks, few rows, and products without a term."""
+    def many(*ranks: int, seed: int) -> tuple[LowRank, ...]:
+        sizes = ((0, 512), (512, 300), (830, 7), (900, 200))
+        return tuple(term(COLUMNS, size, rank, first, seed + place)
+                     for place, ((first, size), rank) in enumerate(zip(sizes, ranks, strict=False)))
+    return [
+        adapter("a", {"mix_in": many(16, 3, 1, 64, seed=1)}, {"mix_in": many(5, seed=9)}),
+        adapter("b", {"down": many(8, 8, seed=20)}, {"mix_in": many(17, 16, 9, 1, seed=30)}),
+        adapter("c", {}, {"mix_in": many(24, 40, seed=40), "down": many(1, seed=44)}, head=many(16, seed=50)),
+    ]
+
+
+CASES = {"mix_in 0": (0, "mix_in", True), "mix_in 1": (1, "mix_in", True), "down 0": (0, "down", False),
+         "down 1": (1, "down", False), "head": (0, HEAD, True)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernels_add_the_terms_of_each_token(library: Any, adapters: list[Adapter], case: str) -> None:
+    """Bit for bit the same for each token alone. Tokens without adapters are left alone."""
+    layer, name, normed = CASES[case]
+    table = AdapterTable(2, CPU)
+    places = table.entries_of(adapters)
+    assert sorted(place for place in places if place is not None) == [0, 1, 2]
+    numbers = [0, -1, 1, 2, 0]
+    entries = torch.tensor([-1 if number < 0 else places[number] for number in numbers])
+    rng = torch.Generator().manual_seed(7)
+    x = torch.randn(len(numbers), COLUMNS, generator=rng) * 3
+    norm = torch.randn(COLUMNS, generator=rng) * 0.1 + 1 if normed else None
+    x = x if normed else x.bfloat16()
+    found = run(library, table, table.product(layer, name), entries, x, norm, ROWS)
+    for token, number in enumerate(numbers):
+        if number < 0:
+            assert found[token].isnan().all()
+            continue
+        own = adapters[number]
+        terms = own.head if name == HEAD else own.layers[layer].products.get(name, ())
+        expected = wanted(x[token:token + 1], norm, terms, ROWS)[0]
+        assert torch.allclose(found[token].double(), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+        alone = run(library, table, table.product(layer, name), entries[token:token + 1], x[token:token + 1], norm,
+                    ROWS, grid=2)
+        assert torch.equal(alone[0], found[token])
+
+
+def test_sixteen_tokens_have_their_own_terms(library: Any) -> None:
+    own = [adapter(str(seed), {"down": (term(64, 9, 1 + seed % 3, 2, seed),)}) for seed in range(16)]
+    table = AdapterTable(1, CPU)
+    entries = torch.tensor(table.entries_of(own))
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = run(library, table, table.product(0, "down"), entries, x, None, 12, grid=2)
+    expected = torch.cat([wanted(x[token:token + 1], None, own[token].layers[0].products["down"], 12)
+                          for token in range(16)])
+    assert torch.allclose(found.double(), expected, rtol=0, atol=1e-5)
+
+
+# The table
+
+
+def small(name: str) -> Adapter:
+    return adapter(name, {"down": (term(64, 8, 8, 0, 1),)})
+
+
+def test_entries_stay_until_others_need_them() -> None:
+    table, own = AdapterTable(1, CPU), [small(str(number)) for number in range(ENTRIES + 1)]
+    first = table.entries_of(own[:ENTRIES])
+    assert sorted(place for place in first if place is not None) == [*range(ENTRIES)]
+    assert table.entries_of(own[1:ENTRIES]) == first[1:]
+    assert table.entries_of([own[3], own[ENTRIES]]) == [first[3], first[0]], "the one that was not used for longest"
+    a = own[ENTRIES].layers[0].products["down"][0].a
+    assert table.product(0, "down").data_ptr() == table.terms[0, SERVED.index("down")].data_ptr()
+    assert int(table.terms[first[0] or 0, SERVED.index("down"), 0, 0]) == a.data_ptr()
+    found = table.entries_of(own)
+    assert found.count(None) == 1 and len({*found}) == ENTRIES + 1, "a step's adapters do not displace each other"
+
+
+def test_an_adapter_that_is_loaded_again_has_another_entry() -> None:
+    """Its numbers lie elsewhere, although its identity is the same."""
+    table, first = AdapterTable(1, CPU), small("a")
+    again = small("a")
+    assert table.entries_of([first]) != table.entries_of([again])
+
+
+@pytest.mark.parametrize("build", [
+    lambda: adapter("router", {"router": (term(64, 8, 8, 0, 1),)}),
+    lambda: Adapter("experts", "", (AdapterLayer({}, ((term(64, 8, 8, 0, 1),),) * 2),)),  # type: ignore[arg-type]
+    lambda: adapter("float32", {"down": (LowRank.of(torch.zeros(8, 64), torch.zeros(8, 8)),)}),
+    lambda: adapter("terms", {"down": tuple(term(64, 8, 8, 8 * at, 1) for at in range(MAX_TERMS + 1))}),
+], ids=["router", "experts", "float32", "terms"])
+def test_other_adapters_are_left_to_torch(build: Callable[[], Adapter]) -> None:
+    assert AdapterTable(1, CPU).entries_of([build(), small("a")]) == [None, 0]
