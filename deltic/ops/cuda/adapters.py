@@ -75,7 +75,8 @@ class AdapterTable:
     def __init__(self, layers: int, device: torch.device) -> None:
         self._layers, self._device = layers, device
         shape = (ENTRIES, layers * len(SERVED) + 1, MAX_TERMS, _TERM_WORDS)
-        self.terms = torch.zeros(shape, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # steps with and without this mode write to it
+            self.terms = torch.zeros(shape, dtype=torch.int64, device=device)
         self._keys = [object() for _ in range(ENTRIES)]
         self._used, self._turn = [0] * ENTRIES, 0
 
