@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lora_cases import adapters_of, random_adapter
 from torch import Tensor
 
+from deltic.config import EngineConfig
+from deltic.engine.loading import load
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.adapters import Adapter, AdapterLayer, LowRank
+from deltic.ops.cuda import adapters as kernels
+from deltic.ops.cuda import decode, kernel_config
 from deltic.ops.cuda.adapters import (
     ENTRIES,
     EXPAND_THREADS,
@@ -25,6 +33,7 @@ from deltic.ops.cuda.adapters import (
 )
 from deltic.ops.cuda.arguments import ExpandArgs, ShrinkArgs
 from deltic.ops.cuda.driver import FOLDER
+from deltic.runner.input_batch import decoding, step_of
 
 ROOM, EPS, CPU = 2048, 1e-6, torch.device("cpu")
 
@@ -174,3 +183,109 @@ def test_an_adapter_that_is_loaded_again_has_another_entry() -> None:
 ], ids=["router", "experts", "float32", "terms"])
 def test_other_adapters_are_left_to_torch(build: Callable[[], Adapter]) -> None:
     assert AdapterTable(1, CPU).entries_of([build(), small("a")]) == [None, 0]
+
+
+# Launches of a step
+
+
+@dataclass
+class Recorder:
+    """A module that launches nothing."""
+
+    source: str
+    calls: list[tuple[str, Any]]
+
+    def launch(self, name: str, grid: tuple[int, ...], block: int, arguments: Any, shared: int = 0,
+               overlap: bool = True) -> None:
+        assert f" {name}(" in self.source, f"{name} is not compiled"
+        self.calls.append((name, arguments))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """The launches of a model on a processor that is taken for a GPU."""
+    found = list[tuple[str, Any]]()
+    for module in (decode, kernels):
+        monkeypatch.setattr(module, "load_module", lambda source, device: Recorder(source, found))
+    for module in (decode, kernel_config):
+        monkeypatch.setattr(module, "blocks_of", lambda device: 24)
+    monkeypatch.setattr(kernels, "why_not_compiled", lambda source, device: None)
+    return found
+
+
+def plain_tensors(value: Any) -> Any:
+    """The same weights, none of them in a format of torch's own for CPUs."""
+    if isinstance(value, Tensor):
+        return value.to_dense() if value.is_mkldnn else value
+    if isinstance(value, tuple):
+        return tuple(map(plain_tensors, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: plain_tensors(getattr(value, each.name)) for each in fields(value)
+                                 if each.init})
+    return value
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 16])
+def test_a_step_launches_what_its_products_need(calls: list[tuple[str, Any]], tokens: int, tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = load(None, EngineConfig(dtype="bfloat16", ops=("torch",), memory="16MiB", max_batch=16, max_context=256,
+                                      speculate="off", device="cpu"))
+    paths = {"a": random_adapter(tmp_path / "a", runtime.config, 1, 3),
+             "b": random_adapter(tmp_path / "b", runtime.config, 2, 16, "_proj")}
+    own, weights = [*adapters_of(runtime, paths).values()], plain_tensors(runtime.decoder.weights)
+    with monkeypatch.context() as on_card:
+        on_card.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
+        shapes = kernel_config.shapes_of(weights, runtime.views)
+    assert shapes
+    step = decode.DecodeStep(weights, runtime.views, shapes, reads=False)
+    places = step.adapter_entries(own)
+    entries = {each.identity: place for each, place in zip(own, places, strict=True) if place is not None}
+    assert len(entries) == 2
+    rows = [PlannedRow((5,), 3, (1, 2), 0, 1, adapter=own[number % 3].identity if number % 3 < 2 else "")
+            for number in range(tokens)]
+    numbers = decoding(StepPlan(tuple(rows)), CPU, entries=entries).padded
+    plain = decoding(StepPlan(tuple(replace(row, adapter="") for row in rows)), CPU).padded
+    assert numbers and plain and numbers.bucket == plain.bucket and (numbers.adapted, plain.adapted) == (True, False)
+    with torch.inference_mode():
+        assert step(step_of(plain)) is not None
+        names = [name for name, _ in calls]
+        assert not [name for name in names if "_terms" in name or "shrink" in name]
+        calls.clear()
+        static = step_of(numbers)
+        assert static.adapter_entries is not None
+        assert static.adapter_entries.tolist() == [entries.get(row.adapter, -1) for row in rows] + [-1] * (
+            numbers.rows - tokens)
+        found = step(static)
+    assert found is not None and found[0].shape == (numbers.rows, runtime.config.vocab_size)
+    assert step._adapters
+    check_products(calls, step._adapters.table, static.adapter_entries, len(weights.layers))
+    assert "_spread" not in str([name for name, _ in calls]), "heads are whole"
+    assert step(replace(static, count=None)) is None, "a prefill step has no adapters"
+
+
+def check_products(calls: list[tuple[str, Any]], table: AdapterTable, entries: Tensor, layers: int) -> None:
+    """Each product follows the kernels that compute its terms, with the same input and its place in the table."""
+    place, at = 0, 0
+    while at < len(calls):
+        name, shrink = calls[at]
+        assert not name.startswith("product_"), "a product without terms"
+        at += 1
+        if not name.startswith("k_shrink_"):
+            continue
+        (expand_name, expand), own = calls[at], table.terms[0, place]
+        assert expand_name == "k_expand" and shrink.table == expand.table == own.data_ptr(), f"product {place}"
+        assert shrink.entries == expand.entries == entries.data_ptr() and shrink.sums == expand.sums
+        at, done = at + 1, 0
+        while done < len(entries):
+            name, product = calls[at]
+            found = re.fullmatch(r"product_(\d+)_(norm|plain)_\w+_terms", name)
+            assert found and int(found[1]) == shrink.columns and product.rows == expand.rows
+            assert (product.scale, found[2] == "norm") == (shrink.scale, shrink.scale is not None)
+            size = 4 if shrink.scale else 2
+            assert product.x == shrink.x + done * shrink.columns * size
+            assert product.terms == expand.terms + done * expand.rows * 4
+            assert product.entries == expand.entries + done * 8
+            at, done = at + 1, done + product.tokens
+        assert done == shrink.tokens == expand.tokens == len(entries)
+        place += 1
+    assert place == layers * len(SERVED) + 1
