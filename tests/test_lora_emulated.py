@@ -34,6 +34,7 @@ from deltic.ops.cuda.adapters import (
 from deltic.ops.cuda.arguments import ExpandArgs, ShrinkArgs
 from deltic.ops.cuda.driver import FOLDER
 from deltic.runner.input_batch import decoding, step_of
+from deltic.runner.launch import adapted_parts
 
 ROOM, EPS, CPU = 2048, 1e-6, torch.device("cpu")
 
@@ -289,3 +290,28 @@ def check_products(calls: list[tuple[str, Any]], table: AdapterTable, entries: T
         assert done == shrink.tokens == expand.tokens == len(entries)
         place += 1
     assert place == layers * len(SERVED) + 1
+
+
+# Rows of a step
+
+
+def planned(adapter: str = "", tokens: int = 1, drawn: int | None = None) -> PlannedRow:
+    return PlannedRow((5,) * tokens, 3, (1, 2), 0, 1, adapter=adapter, drawn=drawn)
+
+
+@pytest.mark.parametrize(("rows", "parts"), [
+    ([planned(), planned("a"), planned("b"), planned()], [[0, 1, 2, 3]]),
+    ([planned("a"), planned("c"), planned()], [[0, 2], [1]]),
+    ([planned("a"), planned("b", 7), planned(), planned(tokens=3)], [[2, 3], [0], [1]]),
+    ([planned("a", drawn=0), planned(drawn=1)], [[0, 1]]),
+    ([planned("a", drawn=0), planned("b"), planned(drawn=1)], [[2], [0], [1]]),
+    ([planned("a")] * 20, [[*range(16)], [*range(16, 20)]]),
+    ([*[planned()] * 12, *[planned("a")] * 5], [[*range(12)], [*range(12, 17)]]),
+    ([replace(planned(), append=True), planned("a")], [[0], [1]]),
+], ids=["mixed", "not served", "prompts", "drawn", "some drawn", "many", "too many", "delta log"])
+def test_rows_that_are_computed_together(rows: list[PlannedRow], parts: list[list[int]]) -> None:
+    """Adapter `c` has no entry."""
+    assert [*adapted_parts(rows, {"a": 0, "b": 1})] == parts
+    assert [*adapted_parts(rows, {})] == [part for part in (
+        [place for place, row in enumerate(rows) if not row.adapter],
+        [place for place, row in enumerate(rows) if row.adapter]) if part]
