@@ -34,7 +34,7 @@ from deltic.ops.cuda.layout import WARPS
 from deltic.ops.types import Batch
 from deltic.params import EngineRequest
 from deltic.runner import model_runner
-from deltic.runner.input_batch import FEW_ROWS, build, with_adapters
+from deltic.runner.input_batch import FEW_ROWS, build, decoding_adapted, with_adapters
 from deltic.runner.model_runner import ModelRunner
 
 UNITS_APART = True
@@ -221,7 +221,8 @@ def step(own: Adapted, rows: Sequence[PlannedRow], torch_ops: bool = False) -> T
     else:
         entries = runtime.adapter_entries(used)
         assert entries.keys() == used.keys(), f"the kernels serve {len(entries)} of {len(used)} adapters"
-        batch = build(StepPlan(tuple(rows)), runtime.device, entries=entries)
+        plan = StepPlan(tuple(rows))
+        batch = decoding_adapted(plan, runtime.device, entries) or build(plan, runtime.device)
         assert batch.padded and (batch.adapter_entries is not None) == bool(used)
     return runtime.run(batch).clone()
 

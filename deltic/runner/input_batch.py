@@ -51,25 +51,21 @@ class DeviceTokens(NamedTuple):
 
 def build(plan: StepPlan, device: torch.device, all_logits: bool = False, hidden: bool = False,
           drawn: Tensor | DeviceTokens | None = None, memory: InputBatch | None = None,
-          image_rows: ImageRows | None = None, verified: bool = False,
-          entries: Mapping[str, int] | None = None) -> Batch:
+          image_rows: ImageRows | None = None, verified: bool = False) -> Batch:
     """Returns the plan's rows as one ragged batch. Makes one copy to the device and never waits for it.
 
     all_logits: compute the logits of every token. hidden: compute all hidden states. drawn: the tokens [N] int64 that
     the step in flight has drawn, for rows that name a draw; or the tokens of rows with pending drafts. memory: that of
     the steps before; the batch is valid until the next one is built with it. verified: `Capabilities.verifies`.
-    entries: of adapters in the device's table, by their identities: few rows that decode with these have a bucket.
     """
     rows = plan.rows
     if isinstance(drawn, DeviceTokens):
         return verifying(plan, device, memory, hidden, drawn)
     unknown = sum(row.drawn is not None for row in rows)
-    used = {row.adapter for row in rows if row.adapter}
-    served = not used or (entries is not None and used <= entries.keys() and len(rows) <= FEW_ROWS)
-    bucketed = device.type == "cuda" and served
+    bucketed = device.type == "cuda" and not any(row.adapter for row in rows)
     if bucketed and (verified or not hidden) and has_bucket(plan, verified):
-        return decoding(plan, device, drawn if unknown else None, memory, hidden, entries if used else None)
-    if bucketed and not used and verified and drawn is None and verifies(plan):
+        return decoding(plan, device, drawn if unknown else None, memory, hidden)
+    if bucketed and verified and drawn is None and verifies(plan):
         return verifying(plan, device, memory, hidden)
     batch = _ragged(rows, device, all_logits, hidden, memory)
     if image_rows is not None and any(row.images for row in rows):
@@ -280,7 +276,7 @@ def _uses_delta_log(row: PlannedRow) -> bool:
 def decoding(plan: StepPlan, device: torch.device, drawn: Tensor | None = None, memory: InputBatch | None = None,
              hidden: bool = False, entries: Mapping[str, int] | None = None) -> Batch:
     """The batch of a plan that `decodes`, in its bucket. Rows beyond the real ones repeat the last one, without its
-    adapter. Valid until the next step of the bucket. entries: as in `build`."""
+    adapter. Valid until the next step of the bucket. entries: as in `decoding_adapted`."""
     rows, real = plan.rows, len(plan.rows)
     columns, size = _columns(rows), power_of_two(real)
     pages = decode_pages(max([len(row.pages) for row in rows]))
@@ -298,6 +294,17 @@ def decoding(plan: StepPlan, device: torch.device, drawn: Tensor | None = None, 
     bucket.upload.send(drawn)
     return bucket.batch(Layout((1,) * real, (pages * PAGE,) * real, real, real, appends=deferred, hidden=hidden,
                                adapted=entries is not None))
+
+
+def decoding_adapted(plan: StepPlan, device: torch.device, entries: Mapping[str, int], drawn: Tensor | None = None,
+                     memory: InputBatch | None = None, hidden: bool = False) -> Batch | None:
+    """As `decoding`; None if the plan is none of few rows that decode, some of them with adapters. entries: of adapters
+    in the device's table, by their identities."""
+    used = {row.adapter for row in plan.rows if row.adapter}
+    if not used or not used <= entries.keys() or len(plan.rows) > FEW_ROWS or not has_bucket(plan):
+        return None
+    unknown = any(row.drawn is not None for row in plan.rows)
+    return decoding(plan, device, drawn if unknown else None, memory, hidden, entries)
 
 
 def verifying(plan: StepPlan, device: torch.device, memory: InputBatch | None = None, hidden: bool = False,

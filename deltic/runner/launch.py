@@ -20,7 +20,16 @@ from deltic.ops.adapters import Adapter
 from deltic.ops.types import Batch, Sampled, Sampling
 from deltic.params import TokenLogprobs
 from deltic.runner.image_embeds import ImageEmbeds
-from deltic.runner.input_batch import FEW_ROWS, DeviceTokens, InputBatch, build, decodes, has_bucket, with_adapters
+from deltic.runner.input_batch import (
+    FEW_ROWS,
+    DeviceTokens,
+    InputBatch,
+    build,
+    decodes,
+    decoding_adapted,
+    has_bucket,
+    with_adapters,
+)
 from deltic.runner.model_runner import Model, ModelRunner
 from deltic.runner.sampling import Asked, LogitMasks, SampleRow, SamplingTable, TokenRanks, logprobs_of, scores_of
 from deltic.spec_decode.mtp import PendingDrafts
@@ -277,11 +286,12 @@ class Launcher:
         runtime, found = self._runtime, dict[int, Tensor]()
         entries = runtime.adapter_entries(adapters) if isinstance(runtime, ModelRunner) else {}
         for places in adapted_parts(rows, entries):
-            own = tuple([rows[place] for place in places])
-            batch = build(StepPlan(own), runtime.device, hidden=runtime.mtp_runner is not None, drawn=drawn,
-                          memory=self._memory, image_rows=self._pictures.rows if self._pictures else None,
-                          verified=runtime.capabilities.verifies, entries=entries)
-            if batch.adapter_entries is None:
+            own, hidden = tuple([rows[place] for place in places]), runtime.mtp_runner is not None
+            batch = decoding_adapted(StepPlan(own), runtime.device, entries, drawn, self._memory, hidden)
+            if batch is None:
+                batch = build(StepPlan(own), runtime.device, hidden=hidden, drawn=drawn, memory=self._memory,
+                              image_rows=self._pictures.rows if self._pictures else None,
+                              verified=runtime.capabilities.verifies)
                 batch = with_adapters(batch, own, adapters)
             logits = runtime.run(batch)
             if len(places) == len(rows):

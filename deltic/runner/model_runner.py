@@ -421,8 +421,8 @@ class ModelRunner:
         return logits, hidden if batch.layout.hidden else None
 
     def adapter_entries(self, adapters: Mapping[str, Adapter]) -> Mapping[str, int]:
-        """Returns the entries of adapters in the table that the GPU's kernels for few tokens read, for the step that is
-        launched next; both by the adapters' identities. Torch adds the terms of those that are left out."""
+        """Returns the entries of adapters in the table that the GPU's kernels for few tokens read, by the adapters'
+        identities, for the step that is launched next. Torch adds the terms of adapters without an entry."""
         if not isinstance(self.step, DecodeStep) or not self.capabilities.adapts or self.hooks:
             return {}
         found = zip(adapters, self.step.adapter_entries([*adapters.values()]), strict=True)

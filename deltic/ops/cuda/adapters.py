@@ -91,9 +91,9 @@ class AdapterTable:
         return self.terms[0, place]
 
     def entries_of(self, adapters: Sequence[Adapter]) -> list[int | None]:
-        """Returns the entries of a step's adapters. New ones are written in the order of the device's stream, over
-        those that were not used for the longest time. None for an adapter that the kernels do not serve, or that finds
-        no place."""
+        """Returns the entries of a step's adapters. The least recently used ones are overwritten by new ones, in the
+        order of the device's stream. None for an adapter that the kernels do not serve, or for which there is no place.
+        """
         own = [self._entry_of(adapter) for adapter in adapters]
         self._turn += 1
         for each in own:
@@ -164,7 +164,8 @@ class ProductTerms:
     """What adapters add to a product.
 
     module: has the kernels of products that add it.
-    terms [T, rows] float32: those of tokens whose entry [T] int64 is not negative; the others are undefined.
+    terms [T, rows] float32: undefined for tokens with a negative entry.
+    entries [T] int64: as in `Batch.adapter_entries`.
     """
 
     module: Module
@@ -209,6 +210,12 @@ class StepAdapters:
             table=table, entries=entries, sums=self._sums, terms=terms, tokens=tokens, rows=rows,
             stride=self._table.stride, room=_ROOM))
         return ProductTerms(self._module, terms, entries)
+
+
+def terms_of(adapters: StepAdapters | None, layer: int, name: str, x: Tensor, rows: int, columns: int,
+             norm: Tensor | None = None) -> ProductTerms | None:
+    """As `StepAdapters.of`; None without adapters."""
+    return adapters.of(layer, name, x, rows, columns, norm) if adapters else None
 
 
 def why_no_adapters(shapes: Shapes, device: torch.device) -> str | None:

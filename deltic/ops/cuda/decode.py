@@ -17,7 +17,7 @@ from deltic.ops import Ops
 from deltic.ops.adapters import Adapter
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda import prefill, quantized_product
-from deltic.ops.cuda.adapters import HEAD, AdapterKernels, ProductTerms, StepAdapters, why_no_adapters
+from deltic.ops.cuda.adapters import HEAD, AdapterKernels, ProductTerms, StepAdapters, terms_of, why_no_adapters
 from deltic.ops.cuda.card import card_of
 from deltic.ops.cuda.cublas_rows import empty_rows, padded
 from deltic.ops.cuda.driver import Module, load_module, why_not_compiled
@@ -288,8 +288,9 @@ class DecodeStep:
                 with used(stream, layer.dense):
                     self._multiply_normed(layer.dense.gate_up, residual, layer.post_norm, gated, GATE, adapters, index,
                                           "gate_up")
-                    terms = _summed_terms(adapters, index, "down", layer.dense.down, gated)
-                    yield from self._add(layer.dense.down, gated, residual, layer.dense.shards, terms=terms)
+                    down = layer.dense.down
+                    terms = terms_of(adapters, index, "down", gated, rows_of(down), _columns(down))
+                    yield from self._add(down, gated, residual, layer.dense.shards, terms=terms)
         self._multiply_normed(decoder.head, residual, decoder.norm, logits, STORE, adapters, 0, HEAD)
         return logits
 
@@ -302,7 +303,7 @@ class DecodeStep:
     def _multiply_normed(self, weight: object, residual: Tensor, norm: Tensor, y: Tensor, out: int,
                          adapters: StepAdapters | None, layer: int, name: str) -> None:
         """Multiplies the normed residual of few tokens with a weight, and adds the terms of adapters to the product."""
-        terms = adapters.of(layer, name, residual, rows_of(weight), _columns(weight), norm) if adapters else None
+        terms = terms_of(adapters, layer, name, residual, rows_of(weight), _columns(weight), norm)
         self.multiply(weight, residual, norm, y, out, terms=terms)
 
     def stream(self, few: bool) -> LayerStream | None:
@@ -336,7 +337,7 @@ class DecodeStep:
                      ) -> Shared[None]:
         """Adds the output projection of the mixer to the residual. index: of the layer."""
         mixer, weight, residual, shards = layer.mixer, out_proj(layer), buffers.residual, layer.mixer.shards
-        terms = _summed_terms(adapters, index, "mix_out", weight, buffers.y)
+        terms = terms_of(adapters, index, "mix_out", buffers.y, rows_of(weight), _columns(weight))
         if not isinstance(mixer, GdnWeights):
             return (yield from self._add(weight, buffers.y, residual, shards, terms=terms))
         if not self.splits_heads(mixer.spec, buffers):
@@ -565,12 +566,6 @@ class DecodeStep:
 def _sum_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype in which devices exchange sums of many tokens x [T, ...]."""
     return torch.float32 if len(x) <= _MAX_SUMMED_ROWS else torch.bfloat16
-
-
-def _summed_terms(adapters: StepAdapters | None, layer: int, name: str, weight: object, x: Tensor
-                  ) -> ProductTerms | None:
-    """Returns what adapters add to a product of few tokens x [T, columns] that is added to the residual."""
-    return adapters.of(layer, name, x, rows_of(weight), _columns(weight)) if adapters else None
 
 
 def _offloaded_layers(decoder: DecoderWeights) -> LayerStore | None:
