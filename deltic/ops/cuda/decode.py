@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +18,8 @@ from deltic.ops.cuda import prefill, quantized_product
 from deltic.ops.cuda.adapters import HEAD, AdapterKernels, ProductTerms, StepAdapters, terms_of, why_no_adapters
 from deltic.ops.cuda.card import card_of
 from deltic.ops.cuda.cublas_rows import empty_rows, padded
-from deltic.ops.cuda.driver import Module, load_module, why_not_compiled
+from deltic.ops.cuda.driver import load_module, why_not_compiled
+from deltic.ops.cuda.gemv import GemvProducts, columns_of, compact, rows_of
 from deltic.ops.cuda.kernel_config import (
     ADD,
     GATE,
@@ -33,10 +32,7 @@ from deltic.ops.cuda.kernel_config import (
     gdn_slice,
     heads_product,
     heads_stride,
-    in_proj,
-    out_proj,
     passes_whole,
-    rows_of,
     shapes_of,
     summed,
     unit_of,
@@ -47,7 +43,7 @@ from deltic.ops.cuda.moe import ALL_REAL, RealTokens
 from deltic.ops.cuda.quantized_moe import experts_of
 from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sample import why_not as why_not_draw
-from deltic.ops.cuda.sliced_product import WHOLE, ColumnSlices, split_of
+from deltic.ops.cuda.sliced_product import split_of
 from deltic.ops.cuda.state_delta_log import NewDeltas, StateDeltaLog, gdn_arguments
 from deltic.ops.cuda.tensor_parallel import PeerExchange, ShardedStep, Shared, add_part, add_rows, alone, part_of
 from deltic.ops.reference import frequency_axis
@@ -170,6 +166,8 @@ class DecodeStep:
         self._experts = experts_of(self._module, shapes.experts, mixtures, self.blocks) if shapes.experts else None
         self._offloaded = _offloaded_layers(decoder)
         self._adapters: AdapterKernels | None = None
+        self._products = GemvProducts(self._module, shapes, self.blocks, decoder.eps)
+        self.multiply = self._products.multiply
         self.prefill = prefill.PrefillStep(self, shapes, self._device) if reads else None
 
     @property
@@ -271,14 +269,14 @@ class DecodeStep:
         decoder, tokens, residual = self.decoder, buffers.batch.layout.tokens, buffers.residual
         stream, real = self.stream(few=True), _real(buffers.batch)
         logits = residual.new_empty(tokens, rows_of(decoder.head))
-        width = max(max(rows_of(in_proj(layer)), 1) for layer in decoder.layers)
+        width = max(max(rows_of(_in_proj(layer)), 1) for layer in decoder.layers)
         proj = residual.new_empty(tokens * width)
-        inner = [_columns(layer.mlp.down) for layer in decoder.layers if isinstance(layer.mlp, MlpWeights)]
+        inner = [columns_of(layer.mlp.down) for layer in decoder.layers if isinstance(layer.mlp, MlpWeights)]
         gated = buffers.y.new_empty(tokens, max(inner, default=1))
         adapters = self._step_adapters(buffers.batch)
         for index, layer in enumerate(decoder.layers):
-            self._multiply_normed(in_proj(layer), residual, layer.input_norm, proj, STORE, adapters, index, "mix_in")
-            self.mix(layer, buffers, proj, rows_of(in_proj(layer)))
+            self._multiply_normed(_in_proj(layer), residual, layer.input_norm, proj, STORE, adapters, index, "mix_in")
+            self.mix(layer, buffers, proj, rows_of(_in_proj(layer)))
             yield from self._project_out(layer, buffers, adapters, index)
             if isinstance(layer.mlp, MoeWeights):
                 yield from self._add_experts(layer.mlp, layer.post_norm, residual, real)
@@ -289,7 +287,7 @@ class DecodeStep:
                     self._multiply_normed(layer.dense.gate_up, residual, layer.post_norm, gated, GATE, adapters, index,
                                           "gate_up")
                     down = layer.dense.down
-                    terms = terms_of(adapters, index, "down", gated, rows_of(down), _columns(down))
+                    terms = terms_of(adapters, index, "down", gated, rows_of(down), columns_of(down))
                     yield from self._add(down, gated, residual, layer.dense.shards, terms=terms)
         self._multiply_normed(decoder.head, residual, decoder.norm, logits, STORE, adapters, 0, HEAD)
         return logits
@@ -303,7 +301,7 @@ class DecodeStep:
     def _multiply_normed(self, weight: object, residual: Tensor, norm: Tensor, y: Tensor, out: int,
                          adapters: StepAdapters | None, layer: int, name: str) -> None:
         """Multiplies the normed residual of few tokens with a weight, and adds the terms of adapters to the product."""
-        terms = terms_of(adapters, layer, name, residual, rows_of(weight), _columns(weight), norm)
+        terms = terms_of(adapters, layer, name, residual, rows_of(weight), columns_of(weight), norm)
         self.multiply(weight, residual, norm, y, out, terms=terms)
 
     def stream(self, few: bool) -> LayerStream | None:
@@ -336,8 +334,8 @@ class DecodeStep:
     def _project_out(self, layer: DecoderLayer, buffers: _DecodeBuffers, adapters: StepAdapters | None, index: int
                      ) -> Shared[None]:
         """Adds the output projection of the mixer to the residual. index: of the layer."""
-        mixer, weight, residual, shards = layer.mixer, out_proj(layer), buffers.residual, layer.mixer.shards
-        terms = terms_of(adapters, index, "mix_out", buffers.y, rows_of(weight), _columns(weight))
+        mixer, weight, residual, shards = layer.mixer, _out_proj(layer), buffers.residual, layer.mixer.shards
+        terms = terms_of(adapters, index, "mix_out", buffers.y, rows_of(weight), columns_of(weight))
         if not isinstance(mixer, GdnWeights):
             return (yield from self._add(weight, buffers.y, residual, shards, terms=terms))
         if not self.splits_heads(mixer.spec, buffers):
@@ -350,7 +348,8 @@ class DecodeStep:
         else:
             product = heads_product(spec, unit_of(rows_of(weight), ADD, self.blocks), self._shapes.card, shards)
         part = part_of(residual, shards)
-        self._launch(product, weight, len(residual), self._module, x=buffers.core, scale=None, y=part, eps=spec.eps)
+        self._products.launch(product, weight, len(residual), self._module, x=buffers.core, scale=None, y=part,
+                              eps=spec.eps)
         yield from add_part(part, residual)
 
     def _add(self, weight: object, x: Tensor, residual: Tensor, shards: int, spec: GdnSpec | None = None,
@@ -360,47 +359,6 @@ class DecodeStep:
         part = part_of(residual, shards)
         self.multiply(weight, x, None, part, summed(shards), split_of(shards, spec), terms)
         yield from add_part(part, residual)
-
-    def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int,
-                 split: ColumnSlices = WHOLE, terms: ProductTerms | None = None) -> None:
-        """Multiplies few tokens x [T, columns] with a weight. scale: of the norm before it, if any. out: STORE, ADD,
-        GATE or PART, to y. split: of the columns, with ADD and PART. terms: are added to the product."""
-        parts = self._shapes.parts.get(id(weight))
-        product: Multiply | PackedMultiply
-        if parts:
-            product = quantized_product.product_of(parts, scale is not None, out, self.blocks, split=split)
-        else:
-            unit = unit_of(rows_of(weight), out, self.blocks)
-            product = Multiply(_columns(weight), scale is not None, out, unit, split=split, card=self._shapes.card)
-        if terms:
-            product = replace(product, terms=True)
-        tokens, launches = len(x), -(-len(x) // product.most)
-        if launches > 1:
-            x = _compact(x, tokens, _columns(weight))
-            y = _compact(y, tokens, rows_of(weight) // (2 if out == GATE else 1))
-        for first, end in pairwise(tokens * index // launches for index in range(launches + 1)):
-            part = slice(first, end)
-            values = {"x": x[part], "scale": scale, "y": y[part], "eps": self.decoder.eps}
-            if terms:
-                self._launch(product, weight, end - first, terms.module, **values, **terms.arguments(part))
-            else:
-                self._launch(product, weight, end - first, self._module, **values)
-
-    def _launch(self, product: Multiply | PackedMultiply, weight: object, tokens: int, module: Module, **values: Any
-                ) -> None:
-        blocks = self.blocks
-        if isinstance(product, PackedMultiply):
-            parts = self._shapes.parts[id(weight)]
-            return quantized_product.launch(module, product, parts, tokens, blocks, **values)
-        rows = rows_of(weight)
-        units = -(-rows // product.unit)
-        units_of_block = -(-units // blocks)
-        group = product.group(tokens, units_of_block)
-        slots, shared = product.shared(tokens, group, units_of_block)
-        arguments = args.AddedProductArgs if product.terms else args.ProductArgs
-        module.launch(product.name(tokens), (blocks,), WARPS * 32 + 32, arguments(
-            weight=weight, tokens=tokens, rows=rows, whole=units // blocks, rest=units % blocks, group=group,
-            inverse=65536 // tokens + 1, slots=slots, **values), shared)
 
     # Mixers
 
@@ -465,10 +423,10 @@ class DecodeStep:
         delta: Tensor | None = None
         stream = self.stream(few=False)
         for layer in decoder.layers:
-            proj = self.linear(self.normed(residual, delta, layer.input_norm), in_proj(layer))
+            proj = self.linear(self.normed(residual, delta, layer.input_norm), _in_proj(layer))
             self.mix(layer, buffers, proj, proj.shape[1])
-            weight = out_proj(layer)
-            mixed = _compact(buffers.y, len(proj), _columns(weight))
+            weight = _out_proj(layer)
+            mixed = compact(buffers.y, len(proj), columns_of(weight))
             delta = yield from self.row_parallel(mixed, weight, residual)
             delta = yield from self.feed_forward(layer, residual, delta, stream, _real(batch))
         self.end(buffers)
@@ -497,9 +455,10 @@ class DecodeStep:
                 return (yield from add_rows(self._mixture_part(layer.mlp, x, real), residual))
             return self._experts.gemm_rows(layer.mlp, x, real)
         with used(stream, layer.dense):
-            return (yield from self.row_parallel(self.gated(x, layer.dense), layer.dense.down, residual))
+            gated = self._gated(x, layer.dense)
+            return (yield from self.row_parallel(gated, layer.dense.down, residual))
 
-    def gated(self, x: Tensor, weights: MlpWeights) -> Tensor:
+    def _gated(self, x: Tensor, weights: MlpWeights) -> Tensor:
         """Returns the inner activations [T, columns] bf16 of a feed-forward of many tokens."""
         both = self.linear(x, weights.gate_up)
         tokens, width = both.shape[0], both.shape[1] // 2
@@ -513,23 +472,20 @@ class DecodeStep:
         part = self._experts.gemm_rows(weights, x, real)
         if weights.shared:
             gate = torch.mm(x, weights.router[-1:].t(), out_dtype=torch.float32).sigmoid()
-            own = self.linear(self.gated(x, weights.shared), weights.shared.down, torch.float32)
+            own = self.linear(self._gated(x, weights.shared), weights.shared.down, torch.float32)
             part = own.mul_(gate).add_(part)
         return part.to(_sum_dtype(x))
 
-    def linear(self, x: Tensor, weight: object, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None
-               ) -> Tensor:
+    def linear(self, x: Tensor, weight: object, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Multiplies x [T, columns] bf16 with cuBLAS. A quantized weight is dequantized for the call, piece by piece.
-        Returns [T, rows] in `dtype`. out [T, rows] bf16: where they are written, made by `empty_rows`."""
+        Returns [T, rows] in `dtype`."""
         parts, tokens = self._shapes.parts.get(id(weight)), len(x)
         x = padded(x)
         if not parts:
             assert isinstance(weight, Tensor)
-            if out is not None:
-                return torch.mm(x, weight.t(), out=padded(out))[:tokens]
             return (F.linear(x, weight) if dtype == x.dtype else torch.mm(x, weight.t(), out_dtype=dtype))[:tokens]
         first, total = 0, sum(part.rows for part in parts)
-        found = x.new_empty(len(x), total, dtype=dtype) if out is None else padded(out)
+        found = x.new_empty(len(x), total, dtype=dtype)
         for rows, piece in quantized_product.pieces_of(parts):
             plain = quantized_product.unpack(self._module, piece, self._scratch)
             if dtype == x.dtype:
@@ -576,17 +532,16 @@ def _offloaded_layers(decoder: DecoderWeights) -> LayerStore | None:
     return store
 
 
-def _compact(memory: Tensor, tokens: int, width: int) -> Tensor:
-    """Returns the leading [tokens, width] elements of a tensor that may have been allocated for wider rows."""
-    return memory.view(-1)[:tokens * width].view(tokens, width)
-
-
 def _real(batch: Batch) -> RealTokens:
     return RealTokens(batch.count, batch.starts) if batch.count is not None else ALL_REAL
 
 
-def _columns(weight: Any) -> int:
-    return int((weight[0] if isinstance(weight, tuple) else weight).shape[1])
+def _in_proj(layer: DecoderLayer) -> object:
+    return layer.mixer.in_proj if isinstance(layer.mixer, GdnWeights) else layer.mixer.qkv
+
+
+def _out_proj(layer: DecoderLayer) -> object:
+    return layer.mixer.out_proj if isinstance(layer.mixer, GdnWeights) else layer.mixer.o_proj
 
 
 def _frequencies(rope: RopeSpec, device: torch.device) -> tuple[Tensor, Tensor]:
