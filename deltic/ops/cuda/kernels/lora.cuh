@@ -35,7 +35,7 @@ struct Expand {
     int tokens, rows, stride, room;
 };
 
-// Those of a token come one after the other, first those that exist.
+// A token's existing terms come first.
 typedef Term Terms[MOST_TOKENS][MOST_TERMS];
 
 // By a whole block: the terms of all tokens.
@@ -98,7 +98,9 @@ template <bool NORM> DEVICE void shrink(const Shrink &a) {
                     const u32 two = narrow2(v[i] * s[i], v[i + 1] * s[i + 1]);  // as the product rounds it
                     v[i] = low(two), v[i + 1] = high(two);
                 }
-            } else load_all<8>(v, (const u16 *)a.x + i64(token) * a.columns + k);
+            } else {
+                load_all<8>(v, (const u16 *)a.x + i64(token) * a.columns + k);
+            }
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
                 float w[8];
@@ -155,9 +157,10 @@ DEVICE void expand(const Expand &a) {
         for (int r = 0; r < own.rank; r += 16) {
             float v[2][8] = {}, w[2][8] = {};
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
+            for (int half = 0; half < 2; ++half) {
                 if (half == 0 || r + 8 < own.rank)
                     load_all<8>(v[half], sums + r + half * 8), load_all<8>(w[half], from + r + half * 8);
+            }
 #pragma unroll
             for (int i = 0; i < 16; ++i) sum = __fmaf_rn(v[i / 8][i % 8], w[i / 8][i % 8], sum);
         }
