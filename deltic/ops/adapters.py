@@ -51,7 +51,7 @@ class LowRank:
 
     def to(self, device: torch.device) -> LowRank:
         panels = self.panels.to(device)
-        if device.type == "cuda":  # whose kernels read b row by row
+        if device.type == "cuda":  # its kernels read b row by row
             panels = panels.transpose(1, 2).contiguous().transpose(1, 2)
         return replace(self, a=self.a.to(device), panels=panels)
 

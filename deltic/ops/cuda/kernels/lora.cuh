@@ -1,10 +1,10 @@
 
-// What adapters (LoRA) add to a product of up to 16 tokens, each of which may have another one: terms[t, n] = sum over r of
+// What adapters (LoRA) add to a product of up to 16 tokens, which may all have other ones: terms[t, n] = sum over r of
 // sums[t, r] * b[n, r], where sums[t, r] = sum over k of x[t, k] * a[r, k]. `shrink` makes the sums, `expand` the terms, and
 // the product that comes next adds them to its own sums (`with_term`).
 //
-// The addresses of all a and b lie in a table, of which a step names an entry for each token: a recorded graph stays valid
-// while adapters come and go. Both kernels have one block for each multiprocessor, and the three together leave no room for
+// The addresses of all a and b lie in a table. A step names an entry of it for each token, so that a recorded graph stays
+// valid while adapters come and go. Both kernels have one block for each multiprocessor, and the three together leave no room for
 // the block of the next product. So that one comes to lie where a block of the product before ends: one on each.
 //
 // A number's order of sums depends on the columns, or on the rank alone, never on other tokens.
@@ -126,7 +126,7 @@ template <bool NORM> DEVICE void shrink(const Shrink &a) {
     }
 }
 
-// Blocks of 512 threads, each of which makes a row of a token.
+// Blocks of 512 threads. A thread makes a row of a token.
 DEVICE void expand(const Expand &a) {
     constexpr int THREADS = 512;
     __shared__ __align__(16) Terms known;
