@@ -241,7 +241,7 @@ def test_steps_are_those_of_the_torch_ops(adapted: Adapted, count: int) -> None:
     for turn in ("the first step", "its replay"):
         found = step(adapted, rows)
         off = [error(found[place], expected[place]) for place in range(count)]
-        assert max(off) < 4e-2, f"{turn} of {count} rows: off " + " ".join(f"{each:.1e}" for each in off)
+        assert max(off) < 6e-2, f"{turn} of {count} rows: off " + " ".join(f"{each:.1e}" for each in off)
     plain = step(adapted, [replace(each, adapter="") for each in rows])
     for place, each in enumerate(rows):
         changed = error(found[place], plain[place])
@@ -277,7 +277,7 @@ def test_graphs_stay_when_adapters_come_and_go(adapted: Adapted, tmp_path: Path)
         changed = [replace(rows[0], adapter=fresh.identity), *rows[1:]]
         found, expected = step(own, changed), step(own, changed, torch_ops=True)
         off = error(found[0], expected[0])
-        assert off < 4e-2, f"adapter {turn} that was loaded later: off {off:.1e}"
+        assert off < 6e-2, f"adapter {turn} that was loaded later: off {off:.1e}"
         assert torch.equal(found[1:], before[1:]), f"adapter {turn} changes other rows"
     loaded.unload("fresh")
     assert torch.equal(step(adapted, rows), before), "bits changed after others were unloaded"

@@ -198,8 +198,8 @@ class StepAdapters:
         self._sums = torch.empty(len(entries), _ROOM, device=entries.device)
 
     def of(self, layer: int, name: str, x: Tensor, rows: int, columns: int, norm: Tensor | None = None) -> ProductTerms:
-        """Launches the kernels for a product with `rows` rows. x: the inputs of all tokens, one after the other, each of
-        so many columns; float32 if `norm`, the scale of a norm, is applied first, else bfloat16."""
+        """Launches the kernels for a product with `rows` rows. x: the inputs of all tokens, one after the other, with
+        so many columns each; float32 if `norm`, the scale of a norm, is applied first, else bfloat16."""
         table, tokens, entries = self._table.product(layer, name), len(self._entries), self._entries
         terms = torch.empty(tokens, rows, device=entries.device)
         self._module.launch(f"k_shrink_{'plain' if norm is None else 'norm'}", (self._blocks,), SHRINK_THREADS,

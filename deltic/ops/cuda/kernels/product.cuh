@@ -202,18 +202,50 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
             const int column = (blockIdx.x + (i + slot) * gridDim.x) * WIDTH + n;
             const float *part = from + slot * (WARPS * 8) * a.tokens;
             const float f = !NORM ? 1.f : a.tokens == 1 ? alone : this->factor(token), v = sum(part, token, n) * f;
-            if constexpr (TERMS) {
-                const auto &own = static_cast<const AddedProduct &>(a);
-                const i64 place = i64(token) * a.rows + column;
-                if constexpr (OUT == kGate) {
-                    const float up = with_term(own, __fmul_rn(sum(part, token, n + WIDTH), f), token, place + a.rows / 2);
-                    ((u16 *)a.y)[i64(token) * (a.rows / 2) + column] = narrow(silu(with_term(own, v, token, place)) * up);
-                } else if (column < a.rows)
-                    ((float *)a.y)[place] = with_term(own, v, token, place);
-            } else if constexpr (OUT == kGate)
+            if constexpr (OUT == kGate)
                 ((u16 *)a.y)[i64(token) * (a.rows / 2) + column] = narrow(silu(v) * (sum(part, token, n + WIDTH) * f));
             else if (column < a.rows)
                 ((float *)a.y)[i64(token) * a.rows + column] = v;
+        }
+    }
+    // The same with terms. Those of several numbers are on their way before one of them is waited for.
+    DEVICE void finish_with_terms(int i, int units, const float *from) {
+        constexpr int AHEAD = 4, STEP = WARPS * 32;
+        const auto &added = static_cast<const AddedProduct &>(a);
+        const int count = units * a.tokens * WIDTH, half = a.rows / 2;
+        for (int first = tid; first < count; first += AHEAD * STEP) {
+            float term[AHEAD] = {}, up_term[AHEAD] = {};
+            int column[AHEAD], token[AHEAD], slot[AHEAD];
+            bool exists[AHEAD];
+#pragma unroll
+            for (int e = 0; e < AHEAD; ++e) {
+                const int o = first + e * STEP;
+                slot[e] = (o / WIDTH * a.inverse) >> 16, token[e] = o / WIDTH - slot[e] * a.tokens;
+                column[e] = (blockIdx.x + (i + slot[e]) * gridDim.x) * WIDTH + o % WIDTH;
+                exists[e] = o < count && column[e] < (OUT == kGate ? half : a.rows);
+                if (exists[e]) {
+                    const float *const place = added.terms + i64(token[e]) * a.rows + column[e];
+                    term[e] = load(place);
+                    if (OUT == kGate) up_term[e] = load(place + half);
+                }
+            }
+#pragma unroll
+            for (int e = 0; e < AHEAD; ++e) {
+                if (!exists[e]) continue;
+                const int n = (first + e * STEP) % WIDTH;
+                const float *const part = from + slot[e] * (WARPS * 8) * a.tokens;
+                const float f = !NORM ? 1.f : a.tokens == 1 ? alone : this->factor(token[e]);
+                const bool adapted = added.entries[token[e]] >= 0;
+                float v = __fmul_rn(sum(part, token[e], n), f);
+                if (adapted) v = __fadd_rn(v, term[e]);
+                if constexpr (OUT == kGate) {
+                    float up = __fmul_rn(sum(part, token[e], n + WIDTH), f);
+                    if (adapted) up = __fadd_rn(up, up_term[e]);
+                    ((u16 *)a.y)[i64(token[e]) * half + column[e]] = narrow(silu(v) * up);
+                } else {
+                    ((float *)a.y)[i64(token[e]) * a.rows + column[e]] = v;
+                }
+            }
         }
     }
     DEVICE void run() {
@@ -226,7 +258,11 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
             float *to = partial + turn * a.group * each;
             multiply_units(units, to, held);
             this->meet();
-            finish(i, units, to);
+            if constexpr (TERMS) {
+                finish_with_terms(i, units, to);
+            } else {
+                finish(i, units, to);
+            }
         }
     }
 };
