@@ -1,7 +1,7 @@
 
 // What adapters (LoRA) add to a product of up to 16 tokens, which may all have other ones: terms[t, n] = sum over r of
 // sums[t, r] * b[n, r], where sums[t, r] = sum over k of x[t, k] * a[r, k]. `shrink` makes the sums, `expand` the terms, and
-// the product that comes next adds them to its own sums (`with_term`).
+// the product that comes next adds them to its own sums.
 //
 // The addresses of all a and b lie in a table. A step names an entry of it for each token, so that a recorded graph stays
 // valid while adapters come and go. Both kernels have one block for each multiprocessor, and the three together leave no room for

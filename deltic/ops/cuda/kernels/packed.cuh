@@ -435,6 +435,11 @@ struct AddedPacked : Packed {
     const float *terms;
     const i64 *entries;
 };
+// A number of a product with its term. place: of the number in terms.
+DEVICE float with_term(const AddedPacked &a, float v, int token, i64 place) {
+    const float term = load(a.terms + place);
+    return a.entries[token] < 0 ? v : __fadd_rn(v, term);
+}
 template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE, bool CHUNKED, int SLICES, int RUNS,
           bool TERMS = false>
 struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TOKENS == 1> {

@@ -21,17 +21,11 @@ struct Product {
     int slots;         // of the ring, at least 2
 };
 
-// With what adapters add to the product of each token that has one (lora.cuh).
+// With what adapters add to the product of each token that has one (lora.cuh). The product itself is rounded as always.
 struct AddedProduct : Product {
     const float *terms;  // [T, rows]
     const i64 *entries;  // [T], negative: the token has none
 };
-// A number of a product and what the token's adapter adds to it. place: of the number in terms. The product itself is
-// rounded as always.
-template <class Args> DEVICE float with_term(const Args &a, float v, int token, i64 place) {
-    const float term = load(a.terms + place);
-    return a.entries[token] < 0 ? v : __fadd_rn(v, term);
-}
 
 // OUT: kStore or kGate. FOURS: of tokens, at most. TERMS: the arguments are an `AddedProduct`.
 template <int K, bool NORM, int OUT, int FOURS, int ROWS, bool TERMS = false>
