@@ -15,9 +15,8 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("torch finds no CUDA device", allow_module_level=True)
 
-from lora_cases import PREFIX, adapters_of, random_adapter
+from lora_cases import PREFIX, adapter, adapters_of, random_adapter, term, wanted
 from support import Answers, drain, greedy, numbers, small_runtime
-from test_lora_emulated import adapter, term, wanted
 
 from deltic.config import EngineConfig
 from deltic.engine.adapters import AdapterSet

@@ -1,4 +1,5 @@
-"""Without a GPU: the kernels for adapters on the processor, thread by thread, against products in float64."""
+"""Without a GPU: how a GPU adds adapters (LoRA) to decode steps. The kernels run on the processor, thread by thread;
+launches, rows of a step and answers of engines are checked."""
 
 from __future__ import annotations
 
@@ -6,20 +7,23 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lora_cases import adapters_of, random_adapter
+from lora_cases import adapter, adapters_of, random_adapter, term, wanted
+from support import drain, greedy, numbers, small_runtime
+from test_lora import served, three
 from torch import Tensor
 
 from deltic.config import EngineConfig
+from deltic.engine.engine import Engine
 from deltic.engine.loading import load
 from deltic.engine.step_plan import PlannedRow, StepPlan
-from deltic.ops.adapters import Adapter, AdapterLayer, LowRank
+from deltic.ops.adapters import Adapter, AdapterLayer, BatchAdapters, LowRank
 from deltic.ops.cuda import adapters as kernels
 from deltic.ops.cuda import decode, kernel_config
 from deltic.ops.cuda.adapters import (
@@ -33,8 +37,10 @@ from deltic.ops.cuda.adapters import (
 )
 from deltic.ops.cuda.arguments import ExpandArgs, ShrinkArgs
 from deltic.ops.cuda.driver import FOLDER
+from deltic.ops.types import Batch, Layout
 from deltic.runner.input_batch import decoding, step_of
 from deltic.runner.launch import adapted_parts
+from deltic.runner.model_runner import ModelRunner
 
 ROOM, EPS, CPU = 2048, 1e-6, torch.device("cpu")
 
@@ -55,16 +61,6 @@ def tables_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltic.ops.cuda.adapters.on_device", lambda host, device: host)
 
 
-def term(columns: int, rows: int, rank: int, first: int, seed: int) -> LowRank:
-    rng = torch.Generator().manual_seed(seed)
-    a, b = torch.randn(rank, columns, generator=rng), torch.randn(rows, rank, generator=rng)
-    return LowRank.of((a * columns**-0.5).bfloat16(), b.bfloat16(), first)
-
-
-def adapter(name: str, *layers: dict[str, tuple[LowRank, ...]], head: tuple[LowRank, ...] = ()) -> Adapter:
-    return Adapter(name, name, tuple(AdapterLayer(products) for products in layers), head)
-
-
 def run(library: Any, table: AdapterTable, place: Tensor, entries: Tensor, x: Tensor, norm: Tensor | None, rows: int,
         grid: int = 3) -> Tensor:
     """What both kernels add to a product [T, rows], launched with few blocks."""
@@ -77,16 +73,6 @@ def run(library: Any, table: AdapterTable, place: Tensor, entries: Tensor, x: Te
     assert library.run_shrink(ctypes.byref(shrink), int(norm is not None), grid, SHRINK_THREADS) == grid
     assert library.run_expand(ctypes.byref(expand), grid, EXPAND_THREADS) == grid
     return terms
-
-
-def wanted(x: Tensor, norm: Tensor | None, terms: tuple[LowRank, ...], rows: int) -> Tensor:
-    own = x.double()
-    if norm is not None:
-        own = (x * norm).bfloat16().double() * (x.double().square().mean(-1, True) + EPS).rsqrt()
-    found = torch.zeros(len(x), rows, dtype=torch.float64)
-    for each in terms:
-        found[:, each.first:each.first + each.rows] = own @ each.a.double().T @ each.b.double().T
-    return found
 
 
 COLUMNS, ROWS = 2112, 1100
@@ -244,20 +230,20 @@ def test_a_step_launches_what_its_products_need(calls: list[tuple[str, Any]], to
     assert len(entries) == 2
     rows = [PlannedRow((5,), 3, (1, 2), 0, 1, adapter=own[number % 3].identity if number % 3 < 2 else "")
             for number in range(tokens)]
-    numbers = decoding(StepPlan(tuple(rows)), CPU, entries=entries).padded
+    numbered = decoding(StepPlan(tuple(rows)), CPU, entries=entries).padded
     plain = decoding(StepPlan(tuple(replace(row, adapter="") for row in rows)), CPU).padded
-    assert numbers and plain and numbers.bucket == plain.bucket and (numbers.adapted, plain.adapted) == (True, False)
+    assert numbered and plain and numbered.bucket == plain.bucket and (numbered.adapted, plain.adapted) == (True, False)
     with torch.inference_mode():
         assert step(step_of(plain)) is not None
         names = [name for name, _ in calls]
         assert not [name for name in names if "_terms" in name or "shrink" in name]
         calls.clear()
-        static = step_of(numbers)
+        static = step_of(numbered)
         assert static.adapter_entries is not None
         assert static.adapter_entries.tolist() == [entries.get(row.adapter, -1) for row in rows] + [-1] * (
-            numbers.rows - tokens)
+            numbered.rows - tokens)
         found = step(static)
-    assert found is not None and found[0].shape == (numbers.rows, runtime.config.vocab_size)
+    assert found is not None and found[0].shape == (numbered.rows, runtime.config.vocab_size)
     assert step._adapters
     check_products(calls, step._adapters.table, static.adapter_entries, len(weights.layers))
     assert "_spread" not in str([name for name, _ in calls]), "heads are whole"
@@ -315,3 +301,50 @@ def test_rows_that_are_computed_together(rows: list[PlannedRow], parts: list[lis
     assert [*adapted_parts(rows, {})] == [part for part in (
         [place for place, row in enumerate(rows) if not row.adapter],
         [place for place, row in enumerate(rows) if row.adapter]) if part]
+
+
+# Engines
+
+
+class InBuckets:
+    """Serves entries of a table on the processor, as a GPU's kernels do, and keeps the layouts of such steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.served, self.layouts = list[Adapter](), list[Layout]()
+        forward = ModelRunner._forward
+
+        def entries(runtime: ModelRunner, adapters: Mapping[str, Adapter]) -> Mapping[str, int]:
+            self.served += [each for each in adapters.values() if each not in self.served]
+            return {identity: self.served.index(each) for identity, each in adapters.items()}
+
+        def run(runtime: ModelRunner, batch: Batch) -> tuple[Tensor, Tensor | None]:
+            numbers = batch.adapter_entries
+            if numbers is None:
+                return forward(runtime, batch)
+            self.layouts.append(batch.layout)
+            own = BatchAdapters(numbers, tuple(self.served))
+            return forward(runtime, replace(batch, adapters=own, adapter_entries=None, memo={}))
+
+        monkeypatch.setattr(ModelRunner, "adapter_entries", entries)
+        monkeypatch.setattr(ModelRunner, "_forward", run)
+
+
+@pytest.mark.parametrize("count", [8, 24])
+def test_steps_in_buckets_give_the_answers_of_steps_without(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With steps that are launched before the tokens of the one in flight are known."""
+    runtime, own = three("dense", "torch")
+    choices = [None, *own]
+    requests = [replace(greedy(numbers(60 + place, 5 + 3 * place, 509), 12 + place % 5, f"r{place}"),
+                        adapter=choices[place % 4]) for place in range(count)]
+    expected = served(runtime, requests, batch=count)
+    buckets, limited = InBuckets(monkeypatch), small_runtime(runtime, batch=count)
+    limited.capabilities = replace(limited.capabilities, overlaps=True, adapts=True)
+    engine = Engine(limited)
+    for request in requests:
+        engine.add(request)
+    found = drain(engine)
+    assert {key: answer.tokens for key, answer in found.items()} == {
+        key: answer.tokens for key, answer in expected.items()}
+    assert len(buckets.layouts) > 12 and engine.stats.async_steps > 5
+    sizes = [layout.rows for layout in buckets.layouts]
+    assert all(set(layout.chunks) == {1} for layout in buckets.layouts) and max(sizes) == min(count, 16)
