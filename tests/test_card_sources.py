@@ -17,17 +17,20 @@ from test_cuda_source import MODELS, float8_shapes, packed_mixture, packed_shape
 
 from deltic.errors import ConfigError
 from deltic.ops.capabilities import gpu_kernels
-<<<<<<< HEAD
-from deltic.ops.cuda import adapters, allreduce, arguments, encoder, mtp, prefill, staging, state_delta_log
-from deltic.ops.cuda.card import CARDS, Card, card_of, common_card, default_card
-from deltic.ops.cuda.driver import CompileError, compile_source, load_module, tensor_map, why_not_compiled
-from deltic.ops.cuda.kernel_config import ADD, GATE, PART, STORE, Multiply, Shapes, attention_bytes
-=======
-from deltic.ops.cuda import allreduce, encoder, mtp, nvrtc, prefill, staging, state_delta_log
+from deltic.ops.cuda import (
+    adapters,
+    allreduce,
+    arguments,
+    encoder,
+    mtp,
+    nvrtc,
+    prefill,
+    staging,
+    state_delta_log,
+)
 from deltic.ops.cuda.card import CARDS, Card, card_of, common_card, default_card
 from deltic.ops.cuda.driver import compile_source, load_module, parts_of, tensor_map, why_not_compiled
-from deltic.ops.cuda.kernel_config import ADD, PART, STORE, Multiply, Shapes, attention_bytes
->>>>>>> main
+from deltic.ops.cuda.kernel_config import ADD, GATE, PART, STORE, Multiply, Shapes, attention_bytes
 from deltic.ops.cuda.moe import ExpertsShape, tile_bytes
 from deltic.ops.cuda.nvrtc import CompileError
 from deltic.ops.cuda.quantized_moe import Kinds, PackedShape
