@@ -23,7 +23,7 @@ LINES = {
     "export": 3950,
     "loader": 9220,
     "model": 1280,
-    "ops": 14040,
+    "ops": 14122,
     "runner": 4479,
     "server": 8675,
     "spec_decode": 1315,

@@ -347,4 +347,4 @@ def test_steps_in_buckets_give_the_answers_of_steps_without(count: int, monkeypa
         key: answer.tokens for key, answer in expected.items()}
     assert len(buckets.layouts) > 12 and engine.stats.async_steps > 5
     sizes = [layout.rows for layout in buckets.layouts]
-    assert all(set(layout.chunks) == {1} for layout in buckets.layouts) and max(sizes) == min(count, 16)
+    assert all(set(layout.chunks) == {1} for layout in buckets.layouts) and 4 < max(sizes) <= 16
