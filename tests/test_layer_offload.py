@@ -36,6 +36,7 @@ from deltic.ops.cuda import kernel_config, quantized, quantized_product
 from deltic.ops.cuda.card import default_card
 from deltic.ops.cuda.decode import DecodeStep, _offloaded_layers
 from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.gemv import GemvProducts
 from deltic.ops.cuda.kernel_config import STORE, Shapes, _Found
 from deltic.ops.cuda.layer_offload import HostTiles, LayerStore, LayerStream, host_layer, host_layer_form, used
 from deltic.ops.cuda.quantized import Tiles, packed_bytes, tiles_form
@@ -439,6 +440,7 @@ class FeedForwards(DecodeStep):
             found.add_dense(layer.dense)
         self.decoder, self._module, self.blocks, self.hidden = decoder, cast(Module, Launches()), 4, 512
         self.host, self._offloaded, self._experts = found.asks_host, _offloaded_layers(decoder), None
+        self._adapters = None
         self._shapes = Shapes(tuple(found.products), None, None, frozenset(found.kinds), found.parts)
 
     def mix(self, *others: Any) -> None: ...
@@ -446,10 +448,11 @@ class FeedForwards(DecodeStep):
     def _project_out(self, *others: Any) -> Iterator[Any]:
         yield from ()
 
-    def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int, *others: Any
-                 ) -> None:
+    def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int, *others: Any,
+                 **named: Any) -> None:
         if out != STORE:
-            super().multiply(weight, x, scale, y, out, *others)
+            products = GemvProducts(self._module, self._shapes, self.blocks, self.decoder.eps)
+            products.multiply(weight, x, scale, y, out, *others, **named)
 
 
 @needs_library
@@ -463,7 +466,7 @@ def test_kernels_of_a_step(scheme: str, product: str, compute: str, monkeypatch:
     step, launches = FeedForwards(model.weights), Launches()
     monkeypatch.setattr(step, "_module", launches)
     layout = SimpleNamespace(tokens=3)
-    batch = SimpleNamespace(layout=layout, count=torch.tensor([3]), starts=torch.arange(4))
+    batch = SimpleNamespace(layout=layout, count=torch.tensor([3]), starts=torch.arange(4), adapter_entries=None)
     alone(step.layers(cast(Any, SimpleNamespace(batch=batch, residual=torch.zeros(3, 512), over_log=False, kind="few",
                                           y=torch.zeros(3, 8, dtype=torch.bfloat16)))))
     hosted = (1, 2, 4) if compute == "host" else ()
