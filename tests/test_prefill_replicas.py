@@ -219,15 +219,24 @@ async def forgetful(*_: Any) -> AsyncIterator[Any]:
     yield ()
 
 
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    """The answers of one engine to four questions, one after the other."""
+    async def run() -> list[Any]:
+        async with replica(opened(None)) as alone:
+            return [await answers(alone, [question(number)]) for number in range(4)]
+
+    return asyncio.run(run())
+
+
 @each(("fault", "outcome", "lines", "calls"), [(lost, "failed", 1, 1), (full, "busy", 0, 3), (smaller, "busy", 0, 3),
                                                (silent, "failed", 1, 1), (forgetful, "failed", 1, 1)])
 def test_what_no_prefill_replica_computes_is_computed_here(fault: Any, outcome: str, lines: int, calls: int,
-                                                           tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                           expected: list[Any], tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch,
                                                            caplog: pytest.LogCaptureFixture) -> None:
     """One line in the log, and no further tries for a moment."""
     async def run() -> None:
-        async with replica(opened(None)) as alone:
-            expected = [await answers(alone, [question(number)]) for number in range(4)]
         async with pair(tmp_path / fault.__name__, fault=fault) as (near, far, handle):
             for number in range(3):
                 assert await answers(near, [question(number)]) == expected[number]
