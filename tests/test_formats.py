@@ -226,6 +226,7 @@ def test_pieces_of_rows(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         same(opened(tmp_path).load("float32", "cpu", None), numbers)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("layout", ["one by one", "stacks"])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("form", FORMS)
