@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,8 @@ from deltic.ops import Ops, backends, explain
 
 ROOT = Path(deltic.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+NODES = {tree: list(ast.walk(tree)) for tree in TREES.values()}
 
 _BASE = {"config", "errors", "params"}
 _STEP = {"cache", "loader", "model", "ops", "threads", "vision", *_BASE}
@@ -56,21 +57,9 @@ def shown(path: Path) -> str:
     return str(Path("deltic") / path.relative_to(ROOT))
 
 
-@cache
-def trees() -> dict[Path, ast.Module]:
-    """The syntax trees of the package's modules. Parsing takes seconds, so it waits for the first test."""
-    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-
-
-@cache
-def nodes() -> dict[ast.AST, list[ast.AST]]:
-    """The nodes of each of these trees."""
-    return {tree: list(ast.walk(tree)) for tree in trees().values()}
-
-
 def walk(tree: ast.AST) -> Iterable[ast.AST]:
-    """The nodes of a tree."""
-    return nodes().get(tree) or ast.walk(tree)
+    """The nodes of a tree. Those of the package's modules are kept."""
+    return NODES.get(tree) or ast.walk(tree)  # type: ignore[call-overload]
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -98,7 +87,7 @@ INNER = [path for path in FILES if path.name not in ("__init__.py", "__main__.py
 
 def test_imports_go_one_way() -> None:
     assert {room(path) for path in INNER} <= set(ALLOWED) | {"models"}
-    wrong = [text for path in INNER if room(path) in ALLOWED for text in wrong_imports(path, trees()[path])]
+    wrong = [text for path in INNER if room(path) in ALLOWED for text in wrong_imports(path, TREES[path])]
     assert not wrong, "\n".join(wrong)
 
 
@@ -132,7 +121,7 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 
 def test_no_module_imports_itself_through_others() -> None:
     known = {module_of(path) for path in FILES}
-    assert not cycle({module_of(path): loaded_modules(path, tree, known) for path, tree in trees().items()})
+    assert not cycle({module_of(path): loaded_modules(path, tree, known) for path, tree in TREES.items()})
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": set()}) == ["a", "b", "c"]
 
 
@@ -150,7 +139,7 @@ def test_policy_imports_no_torch() -> None:
     for name in WITHOUT_TORCH:
         path = ROOT / name
         for file in path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]:
-            found += [f"{shown(file)}:{line} {module}" for line, module in imports(trees()[file])
+            found += [f"{shown(file)}:{line} {module}" for line, module in imports(TREES[file])
                       if module.split(".")[0] in ("torch", "numpy")]
     assert not found
 
@@ -207,7 +196,7 @@ def test_files_are_small() -> None:
 
 
 def test_functions_are_small() -> None:
-    long = {f"{shown(path)}:{function.lineno} {function.name}": size for path, tree in trees().items()
+    long = {f"{shown(path)}:{function.lineno} {function.name}": size for path, tree in TREES.items()
             for function in functions(tree)
             if (size := (function.end_lineno or 0) - function.lineno + 1) > FUNCTION_LINES}
     assert not long
@@ -215,7 +204,7 @@ def test_functions_are_small() -> None:
 
 def test_functions_take_few_parameters() -> None:
     """The reference replay of delta logs may have nine."""
-    many = {f"{shown(path)} {function.name}": count for path, tree in trees().items()
+    many = {f"{shown(path)} {function.name}": count for path, tree in TREES.items()
             for function in functions(tree) if (count := parameters(function)) > PARAMETERS}
     assert not {name: count for name, count in many.items()
                 if not (name == "deltic/ops/reference.py gated_delta_replay" and count == 9)}
@@ -242,7 +231,7 @@ def test_the_reference_shares_no_code() -> None:
     """The reference and the backends that are compared with it share only records, the keyed noise and the order in
     which split columns are summed."""
     shared = tuple(f"deltic.ops.{name}" for name in ("types", "encoder", "mtp", "noise", "quantized", "slices"))
-    wrong = [name for _, name in imports(trees()[ROOT / "ops" / "reference.py"])
+    wrong = [name for _, name in imports(TREES[ROOT / "ops" / "reference.py"])
              if name.startswith("deltic.ops.") and not name.startswith(shared)]
     assert set(wrong) <= {"deltic.ops.Ops"}
 
@@ -285,7 +274,7 @@ def test_messages_name_options_as_python_has_them() -> None:
     names = [option.name.replace("_", "-") for option in options] + ["chat-template"]
     typed = re.compile(rf"--(no-)?({'|'.join(names)})\b")
     found = []
-    for path, tree in trees().items():
+    for path, tree in TREES.items():
         if room(path) in ("cli", "server", "export"):  # who reads these has typed a command
             continue
         docs = [node for node in walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
@@ -298,7 +287,7 @@ def test_messages_name_options_as_python_has_them() -> None:
 
 
 def test_the_library_prints_nothing() -> None:
-    found = [f"{shown(path)}:{node.lineno}" for path, tree in trees().items() if room(path) not in ("cli", "server")
+    found = [f"{shown(path)}:{node.lineno}" for path, tree in TREES.items() if room(path) not in ("cli", "server")
              for node in walk(tree)
              if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"]
     assert not found

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from test_house import FILES, ROOT, imports, room, shown, trees, walk
+from test_house import FILES, ROOT, TREES, imports, room, shown, walk
 
 LINES = {
     ".": 2070,
@@ -76,13 +76,13 @@ def test_packages_keep_their_budgets() -> None:
 
 
 def test_lines_of_code_are_short() -> None:
-    widths = sorted(len(line) for path, tree in trees().items() for line in code_lines(path, tree))
+    widths = sorted(len(line) for path, tree in TREES.items() for line in code_lines(path, tree))
     assert statistics.median(widths) <= MEDIAN_WIDTH and widths[len(widths) * 9 // 10] < LONG_WIDTH
 
 
 def test_a_class_name_means_one_thing() -> None:
     found = defaultdict(set)
-    for path, tree in trees().items():
+    for path, tree in TREES.items():
         for node in walk(tree):
             if isinstance(node, ast.ClassDef):
                 found[node.name].add(shown(path))
@@ -91,7 +91,7 @@ def test_a_class_name_means_one_thing() -> None:
 
 def test_classes_have_few_public_methods() -> None:
     many = {}
-    for path, tree in trees().items():
+    for path, tree in TREES.items():
         for node in walk(tree):
             if isinstance(node, ast.ClassDef):
                 methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -103,7 +103,7 @@ def test_classes_have_few_public_methods() -> None:
 
 
 def test_backends_are_imported_by_runner_and_loader_alone() -> None:
-    found = {f"{shown(path)} {name}" for path, tree in trees().items() if room(path) not in ("ops", "runner", "loader")
+    found = {f"{shown(path)} {name}" for path, tree in TREES.items() if room(path) not in ("ops", "runner", "loader")
              for _, name in imports(tree) if name.startswith(("deltic.ops.cuda", "deltic.ops.cpu"))}
     assert not found
 
@@ -124,7 +124,7 @@ def device_comparisons(tree: ast.AST) -> Iterator[int]:
 
 
 def test_devices_are_compared_in_runner_loader_and_ops_alone() -> None:
-    found = [f"{shown(path)}:{line}" for path, tree in trees().items() if room(path) in DEVICE_FREE
+    found = [f"{shown(path)}:{line}" for path, tree in TREES.items() if room(path) in DEVICE_FREE
              for line in device_comparisons(tree)]
     assert not found
     code = "a == 'cpu'\nb.startswith('cuda')\nc in ('cpu', 'x')\nd = 'cpu'"

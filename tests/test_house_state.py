@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from test_house import ROOT, functions, shown, trees, walk
+from test_house import ROOT, TREES, functions, shown, walk
 
 from deltic.ops.cpu import library, missing
 
@@ -222,11 +222,8 @@ def is_frozen(node: ast.ClassDef) -> bool:
                and any(word.arg == "frozen" for word in one.keywords) for one in node.decorator_list)
 
 
-@cache
-def classes() -> dict[str, bool]:
-    """True for each class of the package that is frozen."""
-    return {node.name: is_frozen(node) for tree in trees().values() for node in walk(tree)
-            if isinstance(node, ast.ClassDef)}
+CLASSES = {node.name: is_frozen(node) for tree in TREES.values() for node in walk(tree)
+           if isinstance(node, ast.ClassDef)}
 
 
 def made(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
@@ -236,30 +233,27 @@ def made(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
             yield from made(node.body)
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
         for part in (value, *inner(value)) if value else ():
-            if not isinstance(part, ast.Call):
-                continue
-            name = name_of(part.func)
-            if name in MUTABLE or not classes().get(name, True):
-                yield node.lineno, name
+            if isinstance(part, ast.Call) and (name_of(part.func) in MUTABLE or not CLASSES.get(name_of(part.func), 1)):
+                yield node.lineno, name_of(part.func)
 
 
 def test_functions_change_no_module_state() -> None:
-    found = {f"{shown(path)} {name}": line for path, tree in trees().items() for line, name in changes(tree)}
+    found = {f"{shown(path)} {name}": line for path, tree in TREES.items() for line, name in changes(tree)}
     assert found.keys() == CHANGED.keys(), found
 
 
 def test_modules_hold_no_mutable_objects() -> None:
-    found = {f"{shown(path)} {name}": line for path, tree in trees().items() for line, name in made(tree.body)}
+    found = {f"{shown(path)} {name}": line for path, tree in TREES.items() for line, name in made(tree.body)}
     assert found.keys() == MADE.keys(), found
 
 
 def test_cached_functions_are_listed() -> None:
-    found = {f"{shown(path)} {name}" for path, tree in trees().items() for name in caches(tree)}
+    found = {f"{shown(path)} {name}" for path, tree in TREES.items() for name in caches(tree)}
     assert found == CACHES.keys()
 
 
 def test_process_wide_settings_are_listed() -> None:
-    found = {f"{shown(path)} {name_of(node.func)}" for path, tree in trees().items() for node in walk(tree)
+    found = {f"{shown(path)} {name_of(node.func)}" for path, tree in TREES.items() for node in walk(tree)
              if isinstance(node, ast.Call) and name_of(node.func) in SETTERS}
     assert found == SETTINGS.keys()
 
