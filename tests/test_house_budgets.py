@@ -24,7 +24,7 @@ LINES = {
     "loader": 9220,
     "model": 1280,
     "ops": 14122,
-    "runner": 4479,
+    "runner": 4482,
     "server": 8675,
     "spec_decode": 1315,
     "vision": 1150,
