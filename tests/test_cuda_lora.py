@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     pytest.skip("torch finds no CUDA device", allow_module_level=True)
 
 from lora_cases import PREFIX, adapter, adapters_of, random_adapter, term, wanted
-from support import Answers, drain, greedy, numbers, small_runtime
+from support import drain, greedy, numbers
 
 from deltic.config import EngineConfig
 from deltic.engine.adapters import AdapterSet
@@ -33,7 +33,7 @@ from deltic.ops.cuda.layout import WARPS
 from deltic.ops.types import Batch
 from deltic.params import EngineRequest
 from deltic.runner import model_runner
-from deltic.runner.input_batch import FEW_ROWS, build, decoding_adapted, with_adapters
+from deltic.runner.input_batch import build, decoding_adapted, with_adapters
 from deltic.runner.model_runner import ModelRunner
 
 UNITS_APART = True
@@ -288,49 +288,63 @@ def test_graphs_stay_when_adapters_come_and_go(adapted: Adapted, tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    """The embedded model, which keeps no prefixes: each prompt is computed."""
     runtime = load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="256MiB", max_batch=24, max_context=2048,
-                                      speculate="off"))
+                                      speculate="off", prefix_cache=False))
     place = tmp_path_factory.mktemp("embedded")
     paths = {name: random_adapter(place / name, runtime.config, seed, 4, settings={"lora_alpha": 0.4})
              for seed, name in enumerate("abc")}
     return Adapted(runtime, tuple(adapters_of(runtime, paths).values()))
 
 
-def served(runtime: ModelRunner, requests: Sequence[EngineRequest]) -> tuple[Engine, Answers]:
-    """The answers of these requests over an empty cache, and the engine. More than 16 rows leave state writes in delta
-    logs."""
-    own = small_runtime(runtime, batch=max(8, len(requests)), budget=4096) if len(requests) <= FEW_ROWS else runtime
-    engine = Engine(own)
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """The steps with adapters that torch computes."""
+    found, original = list[Batch](), model_runner.adapted_weights
+    monkeypatch.setattr(model_runner, "adapted_weights",
+                        lambda weights, batch: (found.append(batch), original(weights, batch))[1])
+    return found
+
+
+def served(runtime: ModelRunner, requests: Sequence[EngineRequest]) -> tuple[Engine, dict[str, list[int]]]:
+    """The answers of these requests by their names, and the engine."""
+    engine = Engine(runtime)
+    engine.scheduler.times = None  # what is computed together may not depend on the time
     for request in requests:
         engine.add(request)
-    return engine, drain(engine)
+    return engine, {name: answer.tokens for (name, _), answer in drain(engine).items()}
 
 
-@pytest.mark.parametrize("count", [8, 20])
-def test_answers_of_mixed_rows(embedded: Adapted, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch computes prompts only. Rows without adapters answer as if there were no others."""
-    runtime, by_torch = embedded.runtime, list[Batch]()
-    original = model_runner.adapted_weights
-    monkeypatch.setattr(model_runner, "adapted_weights",
-                        lambda weights, batch: (by_torch.append(batch), original(weights, batch))[1])
-    choices = (None, *embedded.adapters)
-    requests = [replace(greedy(numbers(seed, 20 + seed, runtime.config.vocab_size), 40, str(seed)),
-                        adapter=choices[seed % 4]) for seed in range(count)]
-    engine, answers = served(runtime, requests)
-    found = {name: answer.tokens for (name, _), answer in answers.items()}
-    assert all(len(tokens) == 40 for tokens in found.values()), {name: len(each) for name, each in found.items()}
-    assert all(max(batch.layout.chunks) > 1 for batch in by_torch), "torch has computed a decode step"
-    if count <= FEW_ROWS:
-        assert engine.stats.async_steps > 20, f"{engine.stats.async_steps} of about 40 steps were launched ahead"
-        _, plain = served(runtime, [request for request in requests if request.adapter is None])
-        for (name, _), answer in plain.items():
-            assert found[name] == answer.tokens, f"answer {name} without an adapter depends on rows with adapters"
+def requests_of(own: Adapted, count: int, prompt: int) -> list[EngineRequest]:
+    """Requests for 40 tokens after prompts of `prompt` tokens and more, one of four without an adapter."""
+    choices, vocabulary = (None, *own.adapters), own.runtime.config.vocab_size
+    return [replace(greedy(numbers(seed, prompt + seed * (prompt > 1), vocabulary), 40, str(seed)),
+                    adapter=choices[seed % 4]) for seed in range(count)]
+
+
+@pytest.mark.parametrize("count", [8, 16])
+def test_l6_answers_do_not_depend_on_others_adapters(embedded: Adapted, count: int, by_torch: list[Batch]) -> None:
+    """Prompts are of one token, so that they are computed in the steps that decode."""
+    requests = requests_of(embedded, count, 1)
+    engine, found = served(embedded.runtime, requests)
+    for request in requests:
+        alone, name = served(embedded.runtime, [request])[1][request.id], request.adapter and request.adapter.name
+        same = sum(one == other for one, other in zip(found[request.id], alone, strict=True))
+        assert same == 40, f"{count} requests: {same} of 40 tokens of answer {request.id} ({name}) are those alone"
+    assert not by_torch, f"torch has computed {len(by_torch)} steps, the first of chunks {by_torch[0].layout.chunks}"
+    assert engine.stats.async_steps > 20, f"{engine.stats.async_steps} of about 40 steps were launched ahead"
+
+
+def test_more_rows_than_a_bucket_has(embedded: Adapted, by_torch: list[Batch]) -> None:
+    """Rows without adapters leave their states in delta logs. Torch computes prompts only."""
+    requests = requests_of(embedded, 20, 20)
+    _, found = served(embedded.runtime, requests)
     shares = []
     for request in requests:
-        if request.adapter:
-            alone = served(runtime, [request])[1][request.id, 0].tokens
-            shares.append(sum(a == b for a, b in zip(found[request.id], alone, strict=True)) / len(alone))
-    assert sum(shares) / len(shares) > 0.6, "as alone: " + " ".join(f"{share:.2f}" for share in shares)
+        alone = served(embedded.runtime, [request])[1][request.id]
+        shares.append(sum(a == b for a, b in zip(found[request.id], alone, strict=True)) / len(alone))
+    assert sum(shares) / len(shares) > 0.7, "shares as alone: " + " ".join(f"{share:.2f}" for share in shares)
+    assert all(max(batch.layout.chunks) > 1 for batch in by_torch), "torch has computed a step that decodes"
 
 
 def test_answers_with_a_draft_head(tmp_path: Path) -> None:

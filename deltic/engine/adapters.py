@@ -117,7 +117,7 @@ def obstacle(runtime: Model) -> str | None:
     if options.debug_layers:
         return "debug_layers computes layers one by one, so leave it out"
     if options.on_gpu and options.batch_invariant:
-        return "torch adds the terms on a GPU, and its sums depend on the batch, so leave out batch_invariant"
+        return "torch computes some of its steps on a GPU, and its sums depend on the batch: leave out batch_invariant"
     if options.on_gpu:
         return "some of its weights lie in host memory" if runtime.experts or runtime.layers else None
     return runtime.not_adapted
