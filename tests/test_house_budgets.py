@@ -23,14 +23,14 @@ LINES = {
     "export": 3950,
     "loader": 9220,
     "model": 1280,
-    "ops": 13870,
-    "runner": 4415,
+    "ops": 14185,
+    "runner": 4485,
     "server": 8675,
     "spec_decode": 1315,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 321
+FILES_AT_MOST = 323
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20
