@@ -29,8 +29,8 @@ settings.load_profile("deltic")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", help="where the engines of the tests run; with mlx also those that "
-                     "name no device")
+    parser.addoption("--device", default="cpu", help="where the engines of the tests run; with mlx also engines "
+                     "without a device of their own")
     parser.addoption("--card-memory", type=int, default=22, help="GB of the GPU that a test takes at most: with "
                      "`--numprocesses auto` as many processes run as that leaves room for")
 

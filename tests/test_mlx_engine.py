@@ -135,7 +135,7 @@ CASES = [grid.Case(*values) for values in (  # type: ignore[arg-type]
 
 @pytest.fixture
 def on_mlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fails a test whose steps MLX did not compute."""
+    """Fails a test if MLX did not compute its steps."""
     from deltic.ops.mlx import step
 
     steps, whole = list[int](), step._Model.layers_of

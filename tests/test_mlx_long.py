@@ -100,7 +100,7 @@ def test_conversation_of_87000_tokens() -> None:
     before = engine.stats.prompt_tokens
     message = numbers(5, MESSAGE, VOCABULARY)
     engine.add(greedy((*prompt, *first.tokens, *message), ANSWER, "second", logprobs=1))
-    engine.add(greedy(numbers(6, 20, VOCABULARY), 2 * ANSWER, "beside"))
+    engine.add(greedy(numbers(6, 20, VOCABULARY), 2 * ANSWER, "other"))
     drain(engine, answers)
     usage = answers["second", 0].last.usage
     assert usage and usage.cached_tokens == TURN + ANSWER - 1

@@ -84,7 +84,7 @@ PICTURES = ImageConfig(min_pixels=8 * 8 * 4, max_pixels=8 * 8 * 40)
 
 @dataclass(frozen=True)
 class Pair:
-    """One model in both libraries. vision: of a model with a tower, whose prompts have a picture."""
+    """One model in both libraries. vision: of a model with a tower. Its prompts have a picture."""
 
     theirs: Any
     directory: Path
@@ -163,7 +163,7 @@ def test_logits_are_transformers_stepwise(pair: Pair, ours: ModelRunner) -> None
 
 
 def test_logits_are_transformers_batched(pair: Pair, ours: ModelRunner) -> None:
-    """Of requests with prompts and answers of several lengths, beside each other in steps of 33 tokens."""
+    """Of requests with prompts and answers of several lengths, in common steps of 33 tokens."""
     forcing, engine_over = Forcing(ours), {"batch": 4, "budget": 33, "context": 256}
     engine, expected = Engine(small_runtime(with_sample(ours, forcing.sample), **engine_over)), list[Tensor]()
     for seed, (length, count) in enumerate(((30, 25), (8, 40), (71, 9), (101, 14))):
