@@ -28,6 +28,7 @@ from deltic.engine import policy
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
+from deltic.ops.cuda import prefill
 from deltic.ops.cuda.mtp import DraftHeads
 from deltic.ops.cuda.tensor_parallel import PeerExchange, ShardedStep
 from deltic.ops.types import Drafted
@@ -44,8 +45,10 @@ if COUNT < 2:
 
 OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "memory": "512MiB", "max_batch": 16,
                            "max_context": 1024, "speculate": "mtp:3"}
-NAMES = "0.8b", "4b", "35b-a3b"
-MODELS = {name: RandomModel(f"qwen3.5-{name}", 4, initializer_range=0.05, head=True) for name in NAMES}
+VOCABULARIES = {"0.8b": 248_320, "4b": 40_000, "35b-a3b": 40_000}
+"""The true one, and smaller ones, with which models load faster."""
+MODELS = {name: RandomModel(shape=replace(ModelConfig.preset(f"qwen3.5-{name}", 4), vocab_size=size),
+                            initializer_range=0.05, head=True) for name, size in VOCABULARIES.items()}
 ROUNDING = {name: 0.1 if model.config.experts else 0.03 for name, model in MODELS.items()}
 """Error of logits that other orders of sums may make. Rounding gives some tokens of a mixture other experts."""
 PAGES = 4
@@ -116,7 +119,10 @@ def test_preempted_answers_are_the_same(quant: str, tp: int) -> None:
 
 @each_degree
 @each_model
-def test_prompts_are_those_of_one_device_up_to_rounding(name: str, tp: int) -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_prompts_are_those_of_one_device_up_to_rounding(name: str, tp: int, overlaps: bool,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "_OVERLAPPED", 512 if overlaps else 1 << 20)
     tokens = numbers(3, 700, runtime_of(name, 1).config.vocab_size)
     one, several = (session_over(runtime_of(name, count), batch=1, context=1024).prefill(tokens, all_logits=True)
                     for count in (1, tp))
