@@ -24,7 +24,7 @@ from deltic.engine.loading import RandomModel, load
 from deltic.ops.cuda import mtp
 from deltic.ops.cuda.decode import DecodeStep
 from deltic.ops.cuda.driver import KernelArguments, Module, fields, headers
-from deltic.ops.cuda.prompt_attention import PREFIX_GRAIN, Attend, AttentionGroup, AttentionParts
+from deltic.ops.cuda.prefill import PREFIX_GRAIN, Attend, AttentionGroup, AttentionParts
 from deltic.ops.kv import as_bytes, take
 from deltic.ops.types import Batch, KvView
 from deltic.params import PAGE, EngineRequest, SamplingParams

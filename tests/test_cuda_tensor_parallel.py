@@ -28,7 +28,6 @@ from deltic.engine import policy
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
-from deltic.ops.cuda import prefill
 from deltic.ops.cuda.mtp import DraftHeads
 from deltic.ops.cuda.tensor_parallel import PeerExchange, ShardedStep
 from deltic.ops.types import Drafted
@@ -119,10 +118,7 @@ def test_preempted_answers_are_the_same(quant: str, tp: int) -> None:
 
 @each_degree
 @each_model
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_prompts_are_those_of_one_device_up_to_rounding(name: str, tp: int, overlaps: bool,
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "_OVERLAPPED", 512 if overlaps else 1 << 20)
+def test_prompts_are_those_of_one_device_up_to_rounding(name: str, tp: int) -> None:
     tokens = numbers(3, 700, runtime_of(name, 1).config.vocab_size)
     one, several = (session_over(runtime_of(name, count), batch=1, context=1024).prefill(tokens, all_logits=True)
                     for count in (1, tp))

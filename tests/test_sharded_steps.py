@@ -25,7 +25,6 @@ from deltic.ops.cuda.tensor_parallel import (
     Shared,
     alone,
     batch_on,
-    start_sum,
     together,
 )
 from deltic.ops.slices import tree_sum
@@ -78,20 +77,6 @@ def test_devices_go_side_by_side(count: int, order: list[str]) -> None:
     assert order == [*turn, "sum", *turn, "sum", *turn, "sum", *turn]
     total = sum(range(1, count + 1))
     assert all(torch.equal(each, torch.full((2,), float(total * (1 + total) * total))) for each in found)
-
-
-def halves_of(rank: int) -> Shared[Tensor]:
-    """Both halves are on their way before one is needed."""
-    parts = []
-    for half in range(2):
-        parts.append((yield from start_sum(torch.full((2,), float(rank + half)))))
-    return torch.cat([part.take() for part in parts])
-
-
-def test_launches_go_on_before_a_sum_is_taken(order: list[str]) -> None:
-    found = together(DEVICES[:2], [halves_of(rank) for rank in range(2)], exchange_into(order))
-    assert order == ["0", "1", "sum"] * 2 + ["0", "1"]
-    assert all(torch.equal(each, torch.tensor([1., 1, 3, 3])) for each in found)
 
 
 def test_devices_that_do_not_agree_are_found(order: list[str]) -> None:

@@ -31,10 +31,7 @@ from deltic.ops.cuda.kernel_config import (
     gdn_slice,
     heads_product,
     heads_stride,
-    in_proj,
-    out_proj,
     passes_whole,
-    rows_of,
     shapes_of,
     summed,
     unit_of,
@@ -255,14 +252,14 @@ class DecodeStep:
         """Runs all layers on the residual of few tokens; returns the logits."""
         decoder, tokens, residual = self.decoder, buffers.batch.layout.tokens, buffers.residual
         stream, real = self.stream(few=True), _real(buffers.batch)
-        logits = residual.new_empty(tokens, rows_of(decoder.head))
-        width = max(max(rows_of(in_proj(layer)), 1) for layer in decoder.layers)
+        logits = residual.new_empty(tokens, _rows(decoder.head))
+        width = max(max(_rows(_in_proj(layer)), 1) for layer in decoder.layers)
         proj = residual.new_empty(tokens * width)
         inner = [_columns(layer.mlp.down) for layer in decoder.layers if isinstance(layer.mlp, MlpWeights)]
         gated = buffers.y.new_empty(tokens, max(inner, default=1))
         for layer in decoder.layers:
-            self.multiply(in_proj(layer), residual, layer.input_norm, proj, STORE)
-            self.mix(layer, buffers, proj, rows_of(in_proj(layer)))
+            self.multiply(_in_proj(layer), residual, layer.input_norm, proj, STORE)
+            self.mix(layer, buffers, proj, _rows(_in_proj(layer)))
             yield from self._project_out(layer, buffers)
             if isinstance(layer.mlp, MoeWeights):
                 yield from self._add_experts(layer.mlp, layer.post_norm, residual, real)
@@ -292,7 +289,7 @@ class DecodeStep:
     def _add_experts(self, weights: MoeWeights, norm: Tensor, residual: Tensor, real: RealTokens) -> Shared[None]:
         """Adds the mixture of few tokens to the residual. norm [H]: scale of the norm before it."""
         assert self._experts
-        logits = residual.new_empty(len(residual), rows_of(weights.router))
+        logits = residual.new_empty(len(residual), _rows(weights.router))
         self.multiply(weights.router, residual, norm, logits, STORE)
         part = part_of(residual, weights.shards)
         self._experts.gemv_rows(weights, residual, norm, self.decoder.eps, logits, real, part)
@@ -304,7 +301,7 @@ class DecodeStep:
 
     def _project_out(self, layer: DecoderLayer, buffers: _DecodeBuffers) -> Shared[None]:
         """Adds the output projection of the mixer to the residual."""
-        mixer, weight, residual, shards = layer.mixer, out_proj(layer), buffers.residual, layer.mixer.shards
+        mixer, weight, residual, shards = layer.mixer, _out_proj(layer), buffers.residual, layer.mixer.shards
         if not isinstance(mixer, GdnWeights):
             return (yield from self._add(weight, buffers.y, residual, shards))
         if not self.splits_heads(mixer.spec, buffers):
@@ -315,7 +312,7 @@ class DecodeStep:
             product = quantized_product.product_of(parts, False, summed(shards), self.blocks, spec.value_dim,
                                                    gdn_slice(spec, "few", shards), split_of(shards, spec))
         else:
-            product = heads_product(spec, unit_of(rows_of(weight), ADD, self.blocks), self._shapes.card, shards)
+            product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks), self._shapes.card, shards)
         part = part_of(residual, shards)
         self._launch(product, weight, len(residual), x=buffers.core, scale=None, y=part, eps=spec.eps)
         yield from add_part(part, residual)
@@ -337,12 +334,12 @@ class DecodeStep:
         if parts:
             product = quantized_product.product_of(parts, scale is not None, out, self.blocks, split=split)
         else:
-            unit = unit_of(rows_of(weight), out, self.blocks)
+            unit = unit_of(_rows(weight), out, self.blocks)
             product = Multiply(_columns(weight), scale is not None, out, unit, split=split, card=self._shapes.card)
         tokens, launches = len(x), -(-len(x) // product.most)
         if launches > 1:
             x = _compact(x, tokens, _columns(weight))
-            y = _compact(y, tokens, rows_of(weight) // (2 if out == GATE else 1))
+            y = _compact(y, tokens, _rows(weight) // (2 if out == GATE else 1))
         for first, end in pairwise(tokens * index // launches for index in range(launches + 1)):
             part = slice(first, end)
             self._launch(product, weight, end - first, x=x[part], scale=scale, y=y[part], eps=self.decoder.eps)
@@ -352,7 +349,7 @@ class DecodeStep:
         if isinstance(product, PackedMultiply):
             parts = self._shapes.parts[id(weight)]
             return quantized_product.launch(self._module, product, parts, tokens, blocks, **values)
-        rows = rows_of(weight)
+        rows = _rows(weight)
         units = -(-rows // product.unit)
         units_of_block = -(-units // blocks)
         group = product.group(tokens, units_of_block)
@@ -422,9 +419,9 @@ class DecodeStep:
         delta: Tensor | None = None
         stream = self.stream(few=False)
         for layer in decoder.layers:
-            proj = self.linear(self.normed(residual, delta, layer.input_norm), in_proj(layer))
+            proj = self.linear(self.normed(residual, delta, layer.input_norm), _in_proj(layer))
             self.mix(layer, buffers, proj, proj.shape[1])
-            weight = out_proj(layer)
+            weight = _out_proj(layer)
             mixed = _compact(buffers.y, len(proj), _columns(weight))
             delta = yield from self.row_parallel(mixed, weight, residual)
             delta = yield from self.feed_forward(layer, residual, delta, stream, _real(batch))
@@ -454,9 +451,10 @@ class DecodeStep:
                 return (yield from add_rows(self._mixture_part(layer.mlp, x, real), residual))
             return self._experts.gemm_rows(layer.mlp, x, real)
         with used(stream, layer.dense):
-            return (yield from self.row_parallel(self.gated(x, layer.dense), layer.dense.down, residual))
+            gated = self._gated(x, layer.dense)
+            return (yield from self.row_parallel(gated, layer.dense.down, residual))
 
-    def gated(self, x: Tensor, weights: MlpWeights) -> Tensor:
+    def _gated(self, x: Tensor, weights: MlpWeights) -> Tensor:
         """Returns the inner activations [T, columns] bf16 of a feed-forward of many tokens."""
         both = self.linear(x, weights.gate_up)
         tokens, width = both.shape[0], both.shape[1] // 2
@@ -470,23 +468,20 @@ class DecodeStep:
         part = self._experts.gemm_rows(weights, x, real)
         if weights.shared:
             gate = torch.mm(x, weights.router[-1:].t(), out_dtype=torch.float32).sigmoid()
-            own = self.linear(self.gated(x, weights.shared), weights.shared.down, torch.float32)
+            own = self.linear(self._gated(x, weights.shared), weights.shared.down, torch.float32)
             part = own.mul_(gate).add_(part)
         return part.to(_sum_dtype(x))
 
-    def linear(self, x: Tensor, weight: object, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None
-               ) -> Tensor:
+    def linear(self, x: Tensor, weight: object, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Multiplies x [T, columns] bf16 with cuBLAS. A quantized weight is dequantized for the call, piece by piece.
-        Returns [T, rows] in `dtype`. out [T, rows] bf16: where they are written, made by `empty_rows`."""
+        Returns [T, rows] in `dtype`."""
         parts, tokens = self._shapes.parts.get(id(weight)), len(x)
         x = padded(x)
         if not parts:
             assert isinstance(weight, Tensor)
-            if out is not None:
-                return torch.mm(x, weight.t(), out=padded(out))[:tokens]
             return (F.linear(x, weight) if dtype == x.dtype else torch.mm(x, weight.t(), out_dtype=dtype))[:tokens]
         first, total = 0, sum(part.rows for part in parts)
-        found = x.new_empty(len(x), total, dtype=dtype) if out is None else padded(out)
+        found = x.new_empty(len(x), total, dtype=dtype)
         for rows, piece in quantized_product.pieces_of(parts):
             plain = quantized_product.unpack(self._module, piece, self._scratch)
             if dtype == x.dtype:
@@ -507,7 +502,7 @@ class DecodeStep:
         weight = self.decoder.head
         if isinstance(weight, Tensor) or len(x) > MAX_GEMV_TOKENS:
             return self.linear(x, weight, torch.float32)
-        logits = torch.empty(len(x), rows_of(weight), device=self._device)
+        logits = torch.empty(len(x), _rows(weight), device=self._device)
         if len(x):
             self.multiply(weight, x, None, logits, STORE)
         return logits
@@ -540,6 +535,18 @@ def _compact(memory: Tensor, tokens: int, width: int) -> Tensor:
 
 def _real(batch: Batch) -> RealTokens:
     return RealTokens(batch.count, batch.starts) if batch.count is not None else ALL_REAL
+
+
+def _in_proj(layer: DecoderLayer) -> object:
+    return layer.mixer.in_proj if isinstance(layer.mixer, GdnWeights) else layer.mixer.qkv
+
+
+def _out_proj(layer: DecoderLayer) -> object:
+    return layer.mixer.out_proj if isinstance(layer.mixer, GdnWeights) else layer.mixer.o_proj
+
+
+def _rows(weight: Any) -> int:
+    return sum(map(len, weight)) if isinstance(weight, tuple) else int(weight.shape[0])
 
 
 def _columns(weight: Any) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +29,6 @@ from deltic.ops.types import (
     AttentionSpec,
     AttentionWeights,
     CacheViews,
-    DecoderLayer,
     DecoderWeights,
     GdnSpec,
     GdnWeights,
@@ -452,20 +450,6 @@ def form_of(weights: AttentionWeights) -> int:
 def blocks_of(device: torch.device) -> int:
     """Blocks of a product: one for each multiprocessor."""
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def in_proj(layer: DecoderLayer) -> Weight:
-    """Returns what a mixer's input is multiplied with."""
-    return layer.mixer.in_proj if isinstance(layer.mixer, GdnWeights) else layer.mixer.qkv
-
-
-def out_proj(layer: DecoderLayer) -> Weight:
-    """Returns what a mixer's output is multiplied with."""
-    return layer.mixer.out_proj if isinstance(layer.mixer, GdnWeights) else layer.mixer.o_proj
-
-
-def rows_of(weight: Any) -> int:
-    return sum(map(len, weight)) if isinstance(weight, tuple) else int(weight.shape[0])
 
 
 def _plain(weight: Weight) -> bool:

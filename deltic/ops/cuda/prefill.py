@@ -1,7 +1,14 @@
-"""Prefill steps on a GPU: linear layers by cuBLAS, attention by prompt_attention.py, the rest by our own kernels."""
+"""Prefill steps on a GPU: linear layers by cuBLAS, attention by torch's flash kernels or cuDNN, the rest by our own.
+
+cuDNN's attention is twice as fast in long contexts, but is built for given lengths (37 ms each) and knows no cached
+prefix: a large row's attention is computed in parts, its own tokens and what precedes them in pieces of few lengths,
+joined afterwards.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -11,20 +18,22 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.card import Card
-from deltic.ops.cuda.cublas_rows import PRODUCT_ROWS, empty_rows, padded_rows
-from deltic.ops.cuda.driver import entry, headers, load_module
-from deltic.ops.cuda.kernel_config import Shapes, in_proj, out_proj, rows_of, state_header
-from deltic.ops.cuda.prompt_attention import PREFIX_GRAIN, Attend, AttentionGroup, attention_groups
+from deltic.ops.cuda.card import Card, card_of
+from deltic.ops.cuda.cublas_rows import PRODUCT_ROWS, padded_rows
+from deltic.ops.cuda.driver import Module, entry, headers, load_module
+from deltic.ops.cuda.kernel_config import Shapes, state_header
 from deltic.ops.cuda.staging import on_device
-from deltic.ops.cuda.tensor_parallel import PartialSum, Shared, start_sum
-from deltic.ops.kv import KEY_BITS, VALUE_BITS
+from deltic.ops.cuda.tensor_parallel import Shared
+from deltic.ops.kv import INT4, KEY_BITS, VALUE_BITS, take
 from deltic.ops.types import (
     CHUNK,
+    PAGE,
+    AttentionSpec,
     AttentionWeights,
     Batch,
     DecoderLayer,
     GdnWeights,
+    KvView,
     Layout,
     MlpWeights,
     Weight,
@@ -34,12 +43,213 @@ if TYPE_CHECKING:
     from deltic.ops.cuda.decode import DecodeStep, _DecodeBuffers
     from deltic.ops.cuda.layer_offload import LayerStream
 
+log = logging.getLogger("deltic")
+_LARGE = 1 << 22
+"""Tokens times context from which on cuDNN serves a row by itself."""
+_LONG = 1024
+"""Tokens that such a row has at least."""
+PREFIX_GRAIN = 1024
+"""The prefix part of such a row is cut into pieces of so many tokens times a power of two: cuDNN builds a kernel for
+each length."""
+_PREPARED = 4
+"""Prefix pieces, in grains, and sides of squares behind them, for which kernels are built before the first request."""
 MOST_TOKENS = 65535
 """Tokens of a step: blocks of a grid's second axis."""
-_OVERLAPPED = 2048
-"""Tokens of a step on several devices from which on it is computed in halves."""
 _LINE, _STAGES = 72, 3
 """As in kernels/delta.cuh."""
+
+
+# Attention
+
+
+@dataclass(frozen=True, slots=True)
+class CausalSquare:
+    """How cuDNN serves a large row.
+
+    prefix: leading cached tokens, a multiple of PREFIX_GRAIN, that all queries read.
+    before: the other cached tokens, which precede the row's own in a causal square.
+    side: of that square, rounded up.
+    """
+
+    prefix: int
+    before: int
+    side: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Neighbouring rows that one call serves.
+
+    first: their first token. tokens: of all rows. longest, context: largest chunk and context of a row.
+    places [sum of contexts] int64: flat K/V indices. queries, keys [rows + 1] int32: where each row begins.
+    square: of the only row, if it is large; places then covers prefix and square and repeats its last entry.
+    """
+
+    first: int
+    tokens: int
+    longest: int
+    context: int
+    places: Tensor
+    queries: Tensor
+    keys: Tensor
+    square: CausalSquare | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParts:
+    """own, prefix [n, heads, D] bfloat16: attention to the row's square and to its prefix, to be joined by own_mass,
+    prefix_mass [n, heads] float32, their log-sum-exps. Without a prefix, own is the result."""
+
+    own: Tensor
+    prefix: Tensor | None = None
+    own_mass: Tensor | None = None
+    prefix_mass: Tensor | None = None
+
+
+def attention_groups(batch: Batch) -> tuple[AttentionGroup, ...]:
+    return tuple(_group(batch, first, end) for first, end in _runs(batch))
+
+
+def _large(batch: Batch, row: int) -> bool:
+    tokens, context = batch.layout.chunks[row], batch.layout.contexts[row]
+    return tokens >= _LONG and tokens * context >= _LARGE
+
+
+def _runs(batch: Batch) -> Iterator[tuple[int, int]]:
+    """Cuts the rows of several tokens into runs; a large row is a run of its own."""
+    first = batch.layout.decode_rows
+    for row in range(first, batch.layout.rows):
+        if _large(batch, row):
+            if first < row:
+                yield first, row
+            yield row, row + 1
+            first = row + 1
+    if first < batch.layout.rows:
+        yield first, batch.layout.rows
+
+
+def _group(batch: Batch, first: int, end: int) -> AttentionGroup:
+    layout, device = batch.layout, batch.done.device
+    chunks, lengths = layout.chunks[first:end], layout.contexts[first:end]
+    square = _square(chunks[0], lengths[0]) if end == first + 1 and _large(batch, first) else None
+    # computed on the device: nothing to copy, nothing to wait for
+    starts = batch.starts[first:end + 1]
+    ends = (batch.done[first:end] + starts[1:] - starts[:-1]).cumsum(0)
+    keys = torch.cat((torch.zeros_like(ends[:1]), ends))
+    place = torch.arange(square.prefix + square.side if square else sum(lengths), device=device)
+    place.clamp_(max=sum(lengths) - 1)
+    row = torch.bucketize(place, ends, right=True)
+    position = place - keys[row]
+    places = batch.pages[first + row, position // PAGE] * PAGE + position % PAGE
+    return AttentionGroup(sum(layout.chunks[:first]), sum(chunks), max(chunks), max(lengths), places,
+                          (starts - starts[0]).int(), keys.int(), square)
+
+
+def _square(tokens: int, context: int) -> CausalSquare:
+    before = (context - tokens) % PREFIX_GRAIN
+    prefix, side = context - tokens - before, before + tokens
+    # at most an eighth more, and eight kernels for each doubling; fewer sides with prefixes, which have lengths too
+    grain = max(64, 1 << side.bit_length() - (3 if prefix else 4))
+    return CausalSquare(prefix, before, -(-side // grain) * grain)
+
+
+def _pieces(prefix: int) -> list[int]:
+    """Returns the lengths of a prefix's pieces, the longest first."""
+    grains = prefix // PREFIX_GRAIN
+    return [PREFIX_GRAIN << bit for bit in reversed(range(grains.bit_length())) if grains >> bit & 1]
+
+
+class Attend:
+    """Attention of a group's tokens to K/V that are stored already; with int4, of rotated queries to rotated K/V."""
+
+    def __init__(self, spec: AttentionSpec, device: torch.device, module: Module) -> None:
+        self._spec, self._module = spec, module
+        # on older cards it knows no large heads, and torch's flash kernels are as fast
+        self._cudnn = torch.backends.cudnn.is_available() and card_of(device).capability >= (9, 0)
+        if self._cudnn:  # its first call takes a second
+            query, keys = (torch.zeros(64, heads, spec.head_dim, dtype=torch.bfloat16, device=device)
+                           for heads in (spec.heads, spec.kv_heads))
+            try:
+                _cudnn_attention(query, keys, keys, True)
+            except RuntimeError as error:
+                log.warning("cuDNN does not serve attention on this GPU, torch's flash kernels do: %s", error)
+                self._cudnn = False
+
+    def prepare(self, spec: AttentionSpec, device: torch.device, most: int) -> None:
+        """Builds cuDNN's kernels for prompts of up to so many tokens without cached ones, and for their steps if they
+        are read in several. They belong to the thread."""
+        if not self._cudnn:
+            return
+        large = max(_LONG, math.isqrt(_LARGE))
+        lengths = [*range(large, most, 64), most] if most >= large else []
+        behind = min(most, _PREPARED * PREFIX_GRAIN)
+        parts = {_square(tokens, PREFIX_GRAIN + tokens).side for tokens in range(_LONG, behind + 1, 64)}
+        for side in sorted(parts.union(_square(tokens, tokens).side for tokens in lengths)):
+            query = torch.zeros(side, spec.heads, spec.head_dim, dtype=torch.bfloat16, device=device)
+            pieces = [PREFIX_GRAIN << bit for bit in range(_PREPARED.bit_length())] if side in parts else []
+            for length in (side, *pieces):
+                keys = torch.zeros(length, spec.kv_heads, spec.head_dim, dtype=torch.bfloat16, device=device)
+                _cudnn_attention(query, keys, keys, length == side)
+
+    def __call__(self, query: Tensor, kv: KvView, group: AttentionGroup) -> AttentionParts:
+        """query [PREFIX_GRAIN + T + side of the largest square, heads, D] bfloat16; the tokens' queries begin at
+        PREFIX_GRAIN."""
+        begin = PREFIX_GRAIN + group.first
+        own_query = query[begin:begin + group.tokens]
+        keys, values = (self._gather(pool, name, group.places) for pool, name in (
+            (kv.keys, "k_gather_keys"), (kv.values, "k_gather_values")))
+        square = group.square if self._cudnn else None
+        if square is None and len(group.queries) == 2:
+            # a row alone: torch splits its context among the multiprocessors
+            rows = (own_query[None], keys[None, :group.context], values[None, :group.context])
+            return AttentionParts(torch.ops.aten._flash_attention_forward(
+                *rows, None, None, group.tokens, group.context, 0.0, True, False)[0][0])
+        if square is None:
+            return AttentionParts(torch.ops.aten._flash_attention_forward(
+                own_query, keys, values, group.queries, group.keys, group.longest, group.context, 0.0, True, False)[0])
+        # the outputs of queries before and after the row's own are dropped
+        wide, own = query[begin - square.before:][:square.side], slice(square.before, square.before + group.tokens)
+        near, near_mass = _cudnn_attention(wide, keys[square.prefix:], values[square.prefix:], True)
+        if not square.prefix:
+            return AttentionParts(near[own])
+        pieces = _pieces(square.prefix)
+        far, far_mass = _joined([_cudnn_attention(wide, k, v, False) for k, v in zip(
+            keys[:square.prefix].split(pieces), values[:square.prefix].split(pieces), strict=True)], own)
+        return AttentionParts(near[own], far, near_mass[own], far_mass)
+
+    def _gather(self, pool: Tensor, kernel: str, places: Tensor) -> Tensor:
+        """Returns K or V of these places, [n, kv_heads, D] bfloat16, because torch's flash kernels read nothing else.
+        float8 numbers are the same in bfloat16."""
+        if pool.dtype != INT4:
+            return take(pool.flatten(0, 1), 0, places).bfloat16()
+        count, heads = len(places), self._spec.kv_heads
+        gathered = torch.empty(count, heads, self._spec.head_dim, dtype=torch.bfloat16, device=pool.device)
+        self._module.launch(kernel, (-(-count * heads // 8),), 256, args.GatherInt4Args(
+            pool=pool, y=gathered, places=places, count=count, heads=heads))
+        return gathered
+
+
+def _cudnn_attention(query: Tensor, keys: Tensor, values: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """query [n, heads, D] -> outputs [n, heads, D] and log-sum-exps [n, heads] float32. causal: query i reads keys
+    0 .. i; otherwise all read all."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, keys, values))
+    out, mass, *_ = torch.ops.aten._cudnn_attention_forward(q, k, v, None, None, None, q.shape[2], k.shape[2], True,
+                                                            0.0, causal, False)
+    return out[0].transpose(0, 1).contiguous(), mass.view(query.shape[1], -1).t().contiguous()
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]], own: slice) -> tuple[Tensor, Tensor]:
+    """Joins attention to several pieces, of these rows: outputs and log-sum-exps as of `_cudnn_attention`."""
+    if len(parts) == 1:
+        return parts[0][0][own], parts[0][1][own]
+    mass = torch.stack([part[own] for _, part in parts]).logsumexp(0)
+    total = torch.zeros(*mass.shape, parts[0][0].shape[-1], device=mass.device)
+    for out, part in parts:
+        total += out[own] * (part[own] - mass).exp()[..., None]
+    return total.bfloat16(), mass
+
+
+# Kernels
 
 
 def terms_bytes(size: int) -> int:
@@ -199,8 +409,8 @@ class PrefillStep:
         """Yields the weights that cuBLAS multiplies with in one layer of each kind."""
         of_kind = {(type(layer.mixer), type(layer.mlp)): layer for layer in self._step.decoder.layers}
         for layer in of_kind.values():
-            mlp = layer.mlp
-            yield from (in_proj(layer), out_proj(layer))
+            mixer, mlp = layer.mixer, layer.mlp
+            yield from (mixer.in_proj, mixer.out_proj) if isinstance(mixer, GdnWeights) else (mixer.qkv, mixer.o_proj)
             if isinstance(mlp, MlpWeights):
                 yield from (mlp.gate_up, mlp.down)
             elif mlp.shards > 1 and mlp.shared:
@@ -220,12 +430,9 @@ class PrefillStep:
         if batch.input_embeds is not None:
             residual.index_copy_(0, batch.input_embeds.tokens, batch.input_embeds.rows)
         buffers = self._buffers(batch, plan, turns)
-        if self._overlaps(tokens):
-            delta = yield from self._layers_in_halves(residual, buffers)
-        else:
-            delta = None
-            for layer in decoder.layers:
-                delta = yield from self._layer(layer, residual, delta, buffers)
+        delta: Tensor | None = None
+        for layer in decoder.layers:
+            delta = yield from self._layer(layer, residual, delta, buffers)
         wanted = batch.logit_tokens
         if batch.layout.hidden:
             hidden = self._norm(residual, delta, decoder.norm)
@@ -257,42 +464,15 @@ class PrefillStep:
     def _layer(
         self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, buffers: _PrefillBuffers
     ) -> Shared[Tensor | None]:
-        step = self._step
-        proj = step.linear(self._norm(residual, delta, layer.input_norm), in_proj(layer))
-        delta = yield from step.row_parallel(self._mix(layer, proj, buffers), out_proj(layer), residual)
-        return (yield from step.feed_forward(layer, residual, delta, buffers.stream))
-
-    def _overlaps(self, tokens: int) -> bool:
-        """True if devices exchange the sums of one half of the tokens while they compute the other one."""
-        dense = all(isinstance(layer.mlp, MlpWeights) for layer in self._step.decoder.layers)
-        return self._shapes.shards > 1 and tokens >= _OVERLAPPED and dense
-
-    def _layers_in_halves(self, residual: Tensor, buffers: _PrefillBuffers) -> Shared[Tensor]:
-        """As `_layer` of all layers, but only the mixers take all tokens at once. Returns what is to be added to the
-        residual [T, H] behind the last layer."""
-        step, tokens = self._step, len(residual)
-        middle = padded_rows(tokens // 2)
-        halves = slice(middle), slice(middle, tokens)
-        sums: list[PartialSum] | None = None
-        for layer in step.decoder.layers:
-            proj = empty_rows(tokens, rows_of(in_proj(layer)), self._device)
-            for half, last in zip(halves, sums or (None, None), strict=True):
-                x = self._norm(residual[half], last.take() if last else None, layer.input_norm)
-                step.linear(x, in_proj(layer), out=proj[half])
-            mixed, mixers = self._mix(layer, proj, buffers), list[PartialSum]()
-            for half in halves:
-                mixers.append((yield from start_sum(step.linear(mixed[half], out_proj(layer)))))
-            sums = []
-            for half, mixer in zip(halves, mixers, strict=True):
-                x = step.gated(self._norm(residual[half], mixer.take(), layer.post_norm), layer.dense)
-                sums.append((yield from start_sum(step.linear(x, layer.dense.down))))
-        return torch.cat([last.take() for last in sums or ()])
-
-    def _mix(self, layer: DecoderLayer, proj: Tensor, buffers: _PrefillBuffers) -> Tensor:
-        mixer = layer.mixer
+        linear, step, mixer = self._step.linear, self._step, layer.mixer
+        x = self._norm(residual, delta, layer.input_norm)
         if isinstance(mixer, GdnWeights):
-            return self._gdn(layer, mixer, proj, buffers)
-        return self._attention(layer, mixer, proj, buffers)
+            mixed = self._gdn(layer, mixer, linear(x, mixer.in_proj), buffers)
+            delta = yield from step.row_parallel(mixed, mixer.out_proj, residual)
+        else:
+            mixed = self._attention(layer, mixer, linear(x, mixer.qkv), buffers)
+            delta = yield from step.row_parallel(mixed, mixer.o_proj, residual)
+        return (yield from step.feed_forward(layer, residual, delta, buffers.stream))
 
     def _norm(self, residual: Tensor, delta: Tensor | None, scale: Tensor) -> Tensor:
         """Adds delta to the residual; returns the norm [T, H] bf16."""

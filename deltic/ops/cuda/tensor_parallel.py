@@ -21,25 +21,16 @@ _MAX_ROWS = 256
 """Rows of a step whose sums peers make by stores."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PartialSum:
     """One device's part of a sum over all devices.
 
     own [T, H]: the part; float32 of few tokens, bfloat16 of many. residual [T, H] float32: the sum is added to it;
-    None: `own` becomes the sum. overlaps: the device's next launches do not wait for the sum before `take`. done: the
-    event behind it, if the exchange runs in another stream.
+    None: `own` becomes the sum.
     """
 
     own: Tensor
     residual: Tensor | None = None
-    overlaps: bool = False
-    done: torch.cuda.Event | None = None
-
-    def take(self) -> Tensor:
-        """Returns the sum. Later launches in the device's current stream wait for it."""
-        if self.done:
-            torch.cuda.current_stream(self.own.device).wait_event(self.done)
-        return self.own
 
 
 Shared = Generator[PartialSum, None, Result]
@@ -68,13 +59,6 @@ def add_rows(part: Tensor, residual: Tensor) -> Shared[Tensor | None]:
     return part
 
 
-def start_sum(part: Tensor) -> Shared[PartialSum]:
-    """Starts the sum over the devices' parts [T, H]; launches go on without it."""
-    found = PartialSum(part, overlaps=True)
-    yield found
-    return found
-
-
 class PartExchange(Protocol):
     """Launches sums over devices. Nothing waits for a device."""
 
@@ -91,8 +75,6 @@ class PeerExchange:
         os.environ["NCCL_P2P_DIRECT_DISABLE"] = "1"
         self._floats = _MAX_ROWS * hidden
         self._sums = AllReduce(devices, self._floats)
-        # its few blocks come before those of products that run meanwhile
-        self._streams = [torch.cuda.Stream(device, priority=-1) for device in devices]
 
     def __call__(self, parts: Sequence[PartialSum]) -> None:
         if parts[0].residual is None or parts[0].own.numel() > self._floats:
@@ -103,21 +85,11 @@ class PeerExchange:
                 self._sums.add(rank, part.own, part.residual)
 
     def _by_nccl(self, parts: Sequence[PartialSum]) -> None:
-        for part, stream in zip(parts, self._streams, strict=True):
-            stream.wait_stream(torch.cuda.current_stream(part.own.device))
-        torch.cuda.nccl.all_reduce([part.own for part in parts], streams=self._streams)
-        for part, stream in zip(parts, self._streams, strict=True):
-            part.done = stream.record_event()
-            if not part.overlaps:
-                part.take()
+        torch.cuda.nccl.all_reduce([part.own for part in parts])
+        for part in parts:
             if part.residual is not None:
                 with torch.cuda.device(part.own.device):
                     part.residual.add_(part.own)
-
-    def settle(self) -> None:
-        """Lets later launches wait for all sums, so that the memory of a failed step can be used again."""
-        for stream in self._streams:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def check(self) -> None:
         """Raises UnavailableError if a device waited for another one in vain."""
@@ -232,12 +204,7 @@ class ShardedStep:
             if own is None:
                 return None
             launches.append(own)
-        try:
-            results = together(self.devices, launches, self.exchange)
-        except BaseException:
-            if isinstance(self.exchange, PeerExchange):
-                self.exchange.settle()
-            raise
+        results = together(self.devices, launches, self.exchange)
         for rank, (batch, (_, hidden)) in enumerate(zip(batches, results, strict=True)):
             if self.follow and hidden is not None:
                 with torch.cuda.device(self.devices[rank]):
