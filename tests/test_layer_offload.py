@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,14 +197,22 @@ def test_weights_are_dequantized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> N
 SCHEMES = ["none", "q4_k", "q8_0", "fp8"]
 
 
-def weights_of(scheme: str, offloaded: tuple[int, ...] = ()) -> dict[str, Weight]:
-    """The layers of TINY as a GPU has them; those offloaded as `WeightReader` leaves them."""
-    tensors = random_tensors(TINY, "bfloat16", 3)
-    if scheme == "none":
-        return {**dict(tensors)}
+@cache
+def random_layers() -> dict[str, Tensor]:
+    return dict(random_tensors(TINY, "bfloat16", 3))
+
+
+@cache
+def quantized_layers(scheme: str, offloaded: tuple[int, ...]) -> dict[str, Weight]:
     host = host_layer_form(CPU, computes=True)
     placed = {name: host for index in offloaded for name in matrices_of(index)}
-    return quantize_tensors(tensors, scheme, TINY, replace(tiles_form("cpu"), placed=placed))
+    return quantize_tensors(iter(random_layers().items()), scheme, TINY, replace(tiles_form("cpu"), placed=placed))
+
+
+def weights_of(scheme: str, offloaded: tuple[int, ...] = ()) -> dict[str, Weight]:
+    """The layers of TINY as a GPU has them, and those offloaded as `WeightReader` leaves them: tensors that no test
+    may write to, in a dictionary of the caller's own."""
+    return {**(random_layers() if scheme == "none" else quantized_layers(scheme, offloaded))}
 
 
 def plain(weight: Weight) -> Tensor:
@@ -236,6 +244,7 @@ def blocks_of(weights: MlpWeights) -> list[Tensor]:
 def test_a_step_copies_each_layer_to_its_place(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit: the kernels then multiply with the same weights. Matrices are packed in several pieces."""
     monkeypatch.setattr(quantized, "WEIGHTS_PER_PIECE", 1 << 16)
+    quantized_layers.cache_clear()
     offload, model, whole = offloaded(scheme)
     stream = offload.store.stream(few=False)
     for index, (own, other) in enumerate(zip(model.weights.layers, whole.weights.layers, strict=True)):
