@@ -44,7 +44,6 @@ from deltic.engine.warm_up import warm_up
 from deltic.engine.worker import EventMailbox, Worker
 from deltic.errors import ConfigError, ModelError, RequestError, of_prompt, show
 from deltic.export.backend import ProgramModel
-from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.params import EngineRequest, Event, LogitsProcessor, Prompt, SamplingParams
 from deltic.runner.model_runner import ModelRunner
 from deltic.runner.operator_profile import Profile, profiling
@@ -311,8 +310,6 @@ class LLM:
         tokenizers = list[Tokenizer]()
         runtime = load_any(model, chosen, revision, progress, given=ModelOverrides(config, weights),
                            on_tokenizer=lambda path, texts: tokenizers.append(_tokenizer(path, texts, chosen)))
-        if not tokenizers and runtime.path:
-            tokenizers.append(_tokenizer(runtime.path, runtime.tokenizer, runtime.options))
         self._chat_processor = _chat_processor(runtime, tokenizers[0], chat_template, **chat) if tokenizers else None
         self.runtime = with_ends(runtime, self._chat_processor.tokenizer if self._chat_processor else None)
         self.adapters = open_adapters(self.runtime, lora)
@@ -547,7 +544,7 @@ class LLM:
         return replace(job, request=request)
 
 
-def _tokenizer(path: Path, texts: TokenizerTexts | None, options: EngineConfig) -> Tokenizer:
+def _tokenizer(path: Path, texts: Any, options: EngineConfig) -> Tokenizer:
     if texts:
         return Tokenizer.from_files(TokenizerFiles(texts.tokenizer, texts.special_tokens, texts.templates), path)
     given = [Path(name) if name else None for name in (options.tokenizer, options.tokenizer_config)]

@@ -126,8 +126,8 @@ class ModelOverrides:
 def load_any(model: str | Path | RandomModel | None, options: EngineConfig, revision: str | None = None,
              progress: LoadProgress | None = None, rings: bool = False, given: ModelOverrides = ModelOverrides(),
              on_tokenizer: OnTokenizer | None = None) -> ModelRunner | ProgramModel:
-    """As `load`, or a compiled model, whose path has a name or content of its own. on_tokenizer: takes the tokenizer,
-    which the model then does not have; a compiled model keeps it."""
+    """As `load`, or a compiled model, whose path has a name or content of its own. on_tokenizer: takes the tokenizer
+    in place of the model."""
     model = str(model) if isinstance(model, Path) else model
     if isinstance(model, str) and kind_of(model):
         if revision is not None:
@@ -137,6 +137,8 @@ def load_any(model: str | Path | RandomModel | None, options: EngineConfig, revi
             raise ConfigError(f"{given.name} is not possible: {model} is compiled", given.name)
         began, program = time.perf_counter(), load_program(Path(model), options)
         log.info("%s: loaded in %.2f s", model, time.perf_counter() - began)
+        if on_tokenizer and program.path:
+            on_tokenizer(program.path, program.tokenizer)
         return program
     return load(model, options, revision, progress, rings, given=given, on_tokenizer=on_tokenizer)
 
@@ -206,12 +208,10 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         given.check(model, options)
         # files and config
         source = _open(model, options, revision, progress is not None, given, use)
-        source, texts = _without_tokenizer(source)
-        files, config = source.files, source.config
         times.done("files")
-        if files and files.place and use.on_tokenizer:
-            use.on_tokenizer(files.place, texts)
-            times.done("tokenizer")
+        source, texts = _take_tokenizer(source, use.on_tokenizer)
+        files, config = source.files, source.config
+        times.done("tokenizer")
         # backend and weights
         threads = options.threads_for(config.parameter_count)
         ops = select_ops(options, threads)
@@ -257,15 +257,17 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         return runtime
 
 
-def _without_tokenizer(source: OpenedModel) -> tuple[OpenedModel, TokenizerTexts | None]:
-    """Returns the texts of the tokenizer of a GGUF file, and the model without its part of the metadata: tens of MiB
-    beside which the weights need not be read."""
+def _take_tokenizer(source: OpenedModel, take: OnTokenizer | None) -> tuple[OpenedModel, TokenizerTexts | None]:
+    """Returns the texts of the tokenizer of a GGUF file, and the model without its part of the metadata, which need not
+    be in memory with the weights."""
     files = source.files
-    if files is None or files.gguf is None:
-        return source, None
-    texts = files.tokenizer()
-    metadata = {key: value for key, value in files.gguf.metadata.items() if not key.startswith("tokenizer.")}
-    return replace(source, files=replace(files, gguf=replace(files.gguf, metadata=metadata))), texts
+    texts = files.tokenizer() if files else None
+    if files and files.gguf:
+        metadata = {key: value for key, value in files.gguf.metadata.items() if not key.startswith("tokenizer.")}
+        source = replace(source, files=replace(files, gguf=replace(files.gguf, metadata=metadata)))
+    if files and files.place and take:
+        take(files.place, texts)
+    return source, texts
 
 
 def _partial_head(reader: WeightReader, decoder: Decoder, texts: TokenizerTexts | None) -> PartialHead | None:

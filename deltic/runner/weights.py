@@ -189,7 +189,8 @@ class WeightReader:
     def _stored_form(self) -> Callable[[str, Source], Weight | None] | None:
         """Returns what reads weights of safetensors in the form of the device, without another form in memory; None if
         nothing does."""
-        if packs(self.ops) and self._scheme in ("none", STORED) and self.options.shards == 1:
+        single = not self.options.on_gpu and self.options.shards == 1
+        if single and packs(self.ops) and self._scheme in ("none", STORED):
             return self._packed_vocabulary
         if device_kind(self.options.device) != "mlx" or self.options.packed_weights == "off":
             return None
