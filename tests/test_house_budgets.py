@@ -21,7 +21,7 @@ LINES = {
     "embeddings": 2600,
     "engine": 3975,
     "export": 3950,
-    "loader": 9220,
+    "loader": 9435,
     "model": 1280,
     "ops": 13860,
     "runner": 4435,
