@@ -22,13 +22,17 @@ quick: .venv/.installed-dev
 test-all: .venv/.installed-all lint
 	$(BIN)/python -m pytest $(TOGETHER) -m "slow or not slow"
 
-# With whatever Python and torch are there: those that find a CUDA device, and engines on it. As many at once as a card has
-# memory for.
+# With whatever Python and torch are there: those that find a CUDA device, and engines on it. As many at once as the
+# cards have memory for.
 PROCESSES ?= auto
 ON_GPU := --numprocesses $(PROCESSES) -p no:benchmark
 
+# They measure times and a card's memory, or take all cards.
+ALONE := tests/test_cuda_density.py tests/test_cuda_memory.py tests/test_cuda_tensor_parallel.py tests/test_cuda_warm_up.py
+
 test-gpu: deltic/ops/cpu/libdeltic.so
-	$(PYTHON) -m pytest $(ON_GPU) --dist loadfile $(wildcard tests/test_cuda_*.py)
+	$(PYTHON) -m pytest $(ON_GPU) --dist loadfile $(filter-out $(ALONE),$(wildcard tests/test_cuda_*.py))
+	$(PYTHON) -m pytest -p no:benchmark $(ALONE)
 	$(PYTHON) -m pytest $(ON_GPU) --device cuda tests/test_same_answer.py
 	$(PYTHON) -m pytest $(ON_GPU) --card-memory 5 --maxschedchunk 1 tests/test_sanitizer.py
 

@@ -31,7 +31,7 @@ settings.load_profile("deltic")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the engines of the tests run")
     parser.addoption("--card-memory", type=int, default=22, help="GB of the GPU that a test takes at most: with "
-                     "`--numprocesses auto` as many processes run as that leaves room for")
+                     "`--numprocesses auto` as many processes run on each as that leaves room for")
 
 
 FIND_DEVICE = capabilities.find_device
@@ -49,6 +49,17 @@ def library_fault(on_card: bool) -> str | None:
         found, str) else None
 
 
+def take_own_card(worker: str | None) -> None:
+    """Of several cards, each process of a run has another one as its first; tests of several devices see all."""
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    if worker and len(cards) > 1:
+        first = int(worker.removeprefix("gw")) % len(cards)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards[first:] + cards[:first])
+
+
+take_own_card(os.environ.get("PYTEST_XDIST_WORKER"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if fault := library_fault(torch.cuda.is_available()):
         raise pytest.UsageError(fault)
@@ -60,11 +71,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """With `--numprocesses auto`: as many as the card has memory for, where there is one."""
+    """With `--numprocesses auto`: as many as all cards have memory for, where there is one."""
     if not torch.cuda.is_available():
         return None
     fit = torch.cuda.mem_get_info()[1] // (config.getoption("--card-memory") * 10**9)
-    return max(1, min(fit, os.cpu_count() or 1))
+    return max(1, min(fit * torch.cuda.device_count(), os.cpu_count() or 1))
 
 
 def pytest_collection_finish() -> None:

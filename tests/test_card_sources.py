@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +16,12 @@ from test_cuda_source import MODELS, float8_shapes, packed_mixture, packed_shape
 
 from deltic.errors import ConfigError
 from deltic.ops.capabilities import gpu_kernels
-from deltic.ops.cuda import allreduce, encoder, mtp, prefill, staging, state_delta_log
+from deltic.ops.cuda import allreduce, encoder, mtp, nvrtc, prefill, staging, state_delta_log
 from deltic.ops.cuda.card import CARDS, Card, card_of, common_card, default_card
-from deltic.ops.cuda.driver import CompileError, compile_source, load_module, tensor_map, why_not_compiled
+from deltic.ops.cuda.driver import compile_source, load_module, parts_of, tensor_map, why_not_compiled
 from deltic.ops.cuda.kernel_config import ADD, PART, STORE, Multiply, Shapes, attention_bytes
 from deltic.ops.cuda.moe import ExpertsShape, tile_bytes
+from deltic.ops.cuda.nvrtc import CompileError
 from deltic.ops.cuda.quantized_moe import Kinds, PackedShape
 from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sample import source as draws_source
@@ -146,8 +149,38 @@ def test_restricted_cards() -> None:
 
 def test_restricted_kernels_are_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    text = compiled(state_delta_log.flush_source(), "compute_86")
+    (text,) = compiled(state_delta_log.flush_source(), "compute_86")
     assert b".target sm_86" in text and text.endswith(b"\0")
+
+
+SMALL = "__device__ int one() {{ return 1; }}\n" + "".join(
+    f'extern "C" __global__ void k_{index}(int *a) {{{{ *a = {{}} + one(); }}}}\n' for index in range(7))
+
+
+def test_parts_are_compiled_by_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = SMALL.format(*range(7))
+    found = compiled(source, "sm_90")
+    assert len(found) == len(parts_of(source)) == 3
+    assert found == [nvrtc.compile_here(nvrtc.library(), part, "sm_90") for part in parts_of(source)]
+    assert {name for code in found for name, _ in usage(code)} == {f"k_{index}" for index in range(7)}
+    monkeypatch.setattr(nvrtc, "compile_all", lambda sources, architecture: [b"" for _ in sources])
+    changed = compile_source(source.replace("= 4", "= 9"), "sm_90")
+    assert [one == other for one, other in zip(changed, found, strict=True)] == [True, False, True]
+
+
+def test_an_error_in_a_part_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(CompileError, match='identifier "two" is undefined'):
+        compiled(SMALL.format(*range(6), "two"), "sm_90")
+    assert not [*tmp_path.rglob("*.cubin")]
+
+
+def test_without_processes_parts_are_compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "library", lambda: SimpleNamespace(_name="libnvrtc.so"))
+    monkeypatch.setattr(nvrtc, "compile_here", lambda library, source, architecture: source.encode())
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert nvrtc.compile_all(["a", "b"], "sm_90") == [b"a", b"b"]
 
 
 @pytest.fixture
@@ -184,7 +217,7 @@ def test_a_matrix_without_tensor_maps(restrict: Callable[[str], None]) -> None:
     assert words == (matrix.data_ptr(), 256, 5, 72, *[0] * 12)
 
 
-def compiled(text: str, target: str) -> bytes:
+def compiled(text: str, target: str) -> list[bytes]:
     try:
         return compile_source(text, target)
     except CompileError as error:
@@ -195,7 +228,7 @@ def compiled(text: str, target: str) -> bytes:
 
 def check(text: str, shapes: Shapes) -> None:
     """Compiles a source for the shapes' card; looks at the shared memory and the registers of its kernels."""
-    kernels = dict(usage(compiled(text, shapes.card.target)))
+    kernels = dict(found for code in compiled(text, shapes.card.target) for found in usage(code))
     assert kernels and len(kernels) == text.count("__global__")
     launched = dynamic_bytes(shapes)
     for name, (own, spilled) in kernels.items():

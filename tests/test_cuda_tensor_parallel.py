@@ -44,8 +44,10 @@ if COUNT < 2:
 
 OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "memory": "512MiB", "max_batch": 16,
                            "max_context": 1024, "speculate": "mtp:3"}
-NAMES = "0.8b", "4b", "35b-a3b"
-MODELS = {name: RandomModel(f"qwen3.5-{name}", 4, initializer_range=0.05, head=True) for name in NAMES}
+VOCABULARIES = {"0.8b": 248_320, "4b": 40_000, "35b-a3b": 40_000}
+"""The true one, and smaller ones, with which models load faster."""
+MODELS = {name: RandomModel(shape=replace(ModelConfig.preset(f"qwen3.5-{name}", 4), vocab_size=size),
+                            initializer_range=0.05, head=True) for name, size in VOCABULARIES.items()}
 ROUNDING = {name: 0.1 if model.config.experts else 0.03 for name, model in MODELS.items()}
 """Error of logits that other orders of sums may make. Rounding gives some tokens of a mixture other experts."""
 PAGES = 4

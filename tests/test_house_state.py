@@ -38,7 +38,7 @@ CACHES = {
     "deltic/ops/cuda/driver.py _driver": "a library without a state that we know of",
     "deltic/ops/cuda/driver.py _launcher": "the same library",
     "deltic/loader/formats/fp8.py _value_pairs": "a constant that is never written to",
-    "deltic/ops/cuda/driver.py _nvrtc": "a library without a state that we know of",
+    "deltic/ops/cuda/nvrtc.py library": "a library without a state that we know of",
     "deltic/ops/cuda/driver.py load_module": "compiled code",
     "deltic/ops/cuda/driver.py why_not_compiled": "a source compiles or not",
     "deltic/ops/cuda/state_delta_log.py _module": "compiled code",

@@ -1,4 +1,4 @@
-"""Compiles CUDA C++ with NVRTC, which torch's packages bring along, and launches the kernels in torch's streams."""
+"""Compiles CUDA C++ and launches the kernels in torch's streams."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import ctypes
 import gc
 import hashlib
 import os
+import re
 import struct
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import Structure, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p, cast
+from ctypes import Structure, byref, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p, cast
 from functools import cache, partial
 from itertools import permutations
 from pathlib import Path
@@ -21,15 +21,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from deltic.ops.cuda import nvrtc
 from deltic.ops.cuda.card import card_of
+from deltic.ops.cuda.nvrtc import CompileError
 from deltic.ops.memory import guard
 
 _Result = TypeVar("_Result")
 FOLDER = Path(__file__).parent / "kernels"
-
-
-class CompileError(Exception):
-    """The source has an error, or there is no compiler."""
 
 
 def headers(*names: str) -> str:
@@ -44,66 +42,42 @@ def entry(name: str, type: str, bounds: str, call: str) -> str:
             f"{{ {inner}(a); }}\n")
 
 
-def compile_source(source: str, architecture: str) -> bytes:
-    """Returns machine code for `architecture` (sm_90, ...), or text for one (compute_90, ...) that the driver compiles
-    further; kept in the user's cache directory."""
-    library = _nvrtc()
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    library.nvrtcVersion(byref(major), byref(minor))
-    name = hashlib.sha256(f"{major.value}.{minor.value} {architecture} {source}".encode()).hexdigest()[:32]
-    cached = _cache_folder() / f"{name}.cubin"
+_PARTS, _KERNELS = 8, 3
+"""A source is compiled in up to so many parts, with at least so many kernels each."""
+
+
+def compile_source(source: str, architecture: str) -> list[bytes]:
+    """Returns what `nvrtc.compile_all` makes of the parts of a source; kept in the user's cache directory."""
+    version, codes, missing = nvrtc.version(), dict[Path, bytes](), dict[Path, str]()
+    places = list[Path]()
+    for part in parts_of(source):
+        name = hashlib.sha256(f"{version} {architecture} {part}".encode()).hexdigest()[:32]
+        places.append(_cache_folder() / f"{name}.cubin")
+        try:
+            codes[places[-1]] = places[-1].read_bytes()
+        except OSError:
+            missing[places[-1]] = part
+    for place, code in zip(missing, nvrtc.compile_all([*missing.values()], architecture), strict=True):
+        codes[place] = code
+        _keep(place, code)
+    return [codes[place] for place in places]
+
+
+def parts_of(source: str) -> list[str]:
+    """Returns sources that have some of the source's kernels each. Nothing else follows its first kernel."""
+    begin, *kernels = re.split(r'^(?=extern "C" __global__)', source, flags=re.MULTILINE)
+    count = max(1, min(_PARTS, -(-len(kernels) // _KERNELS)))
+    return [begin + "".join(kernels[first::count]) for first in range(count)]
+
+
+def _keep(place: Path, code: bytes) -> None:
     try:
-        return cached.read_bytes()
-    except OSError:
-        pass
-    code = _compile(library, source, architecture)
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as fresh:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as fresh:
             fresh.write(code)
-        os.replace(fresh.name, cached)
+        os.replace(fresh.name, place)
     except OSError:
         pass  # compiled again next time
-    return code
-
-
-def _compile(library: ctypes.CDLL, source: str, architecture: str) -> bytes:
-    program, size = c_void_p(), c_size_t()
-    _check_nvrtc(library.nvrtcCreateProgram(byref(program), source.encode(), b"deltic.cu", 0, None, None))
-    try:
-        options = [f"--gpu-architecture={architecture}".encode(), b"-std=c++17", b"-default-device"]
-        failed = library.nvrtcCompileProgram(program, len(options), (c_char_p * len(options))(*options))
-        if failed:
-            library.nvrtcGetProgramLogSize(program, byref(size))
-            text = ctypes.create_string_buffer(size.value)
-            library.nvrtcGetProgramLog(program, text)
-            raise CompileError(text.value.decode(errors="replace"))
-        kind = "CUBIN" if architecture.startswith("sm_") else "PTX"
-        _check_nvrtc(library[f"nvrtcGet{kind}Size"](program, byref(size)))
-        code = ctypes.create_string_buffer(size.value)
-        _check_nvrtc(library[f"nvrtcGet{kind}"](program, code))
-        return code.raw
-    finally:
-        library.nvrtcDestroyProgram(byref(program))
-
-
-def _check_nvrtc(result: int) -> None:
-    if result:
-        raise CompileError(f"NVRTC error {result}")
-
-
-@cache
-def _nvrtc() -> ctypes.CDLL:
-    """NVRTC of the package that torch depends on, or of a CUDA toolkit."""
-    libraries = sorted(path for entry in sys.path for path in Path(entry or ".").glob("nvidia/*/lib/libnvrtc.so.*"))
-    for name in (*map(str, reversed(libraries)), "libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"):
-        try:
-            for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*") if "/" in name else ():
-                ctypes.CDLL(str(builtins))  # NVRTC 13.0 opens it by its name and does not look in its own directory
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    raise CompileError("NVRTC is not installed: a CUDA build of torch brings it along")
 
 
 def _cache_folder() -> Path:
@@ -154,11 +128,12 @@ class Module:
     def __init__(self, source: str, device: torch.device) -> None:
         self.device, card = device, card_of(device)
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._overlaps, self._code = card.overlaps, compile_source(source, card.target)
-        self._module = c_void_p()
+        self._overlaps, codes = card.overlaps, compile_source(source, card.target)
+        self._modules = [c_void_p() for _ in codes]
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # torch makes the context current
-            _check(_driver().cuModuleLoadData(byref(self._module), self._code))
+            for module, code in zip(self._modules, codes, strict=True):
+                _check(_driver().cuModuleLoadData(byref(module), code))
         self._functions: dict[str, c_void_p] = {}
         self._shared: dict[str, int] = {}
         self._calls: dict[tuple[str, int, int, bool, int], _KernelCall] = {}
@@ -186,7 +161,8 @@ class Module:
     def _function(self, name: str) -> c_void_p:
         if name not in self._functions:
             function = c_void_p()
-            _check(_driver().cuModuleGetFunction(byref(function), self._module, name.encode()))
+            found = [_driver().cuModuleGetFunction(byref(function), module, name.encode()) for module in self._modules]
+            _check(0 if 0 in found else found[0])
             # kernels with different carve-outs cannot run on a multiprocessor at the same time
             _check(_driver().cuFuncSetAttribute(function, _CARVEOUT, 100))
             self._functions[name] = function

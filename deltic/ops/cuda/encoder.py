@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import CompileError, Module, entry, headers, load_module, why_not_compiled
+from deltic.ops.cuda.driver import Module, entry, headers, load_module, why_not_compiled
+from deltic.ops.cuda.nvrtc import CompileError
 from deltic.ops.encoder import (
     Affine,
     EncoderBackend,
