@@ -225,7 +225,10 @@ def _checkpoints(args: argparse.Namespace) -> None:
 
 def _cache_mib(llm: LLM) -> float:
     """The pages in memory of the mapping that has keys, values and states."""
-    pools = llm.runtime.cache.pools.shards[0]
+    from deltic.cache.tensors import CachePools
+
+    pools, inside = llm.runtime.cache.pools, False
+    assert isinstance(pools, CachePools)
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             inside = int(bounds[1], 16) <= pools.keys.data_ptr() < int(bounds[2], 16)
@@ -241,6 +244,7 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     from deltic.cli.bench import Case, trial
     from deltic.cli.inspect import weight_bytes
     from deltic.cli.output import peak_memory_mib
+    from deltic.runner.model_runner import ModelRunner
 
     imported, seeds = peak_memory_mib(), count()
     model = RandomModel(settings["model"], settings["layers"]) if settings["model"] else None
@@ -258,6 +262,7 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
         run = llm.worker.call(lambda engine: trial(engine, case, next(seeds), own))
         return {**asdict(run), "peak_mib": round(peak_memory_mib(), 1),
                 **({"cache_mib": round(_cache_mib(llm), 1)} if "place" in settings else {})}
+    assert isinstance(llm.runtime, ModelRunner)
     weights = weight_bytes(llm.runtime.config, "bfloat16", settings.get("quant", "none"))
     return {"weights_mib": round(weights / (1 << 20), 1),
             "packed_mib": round(llm.runtime.decoder.weight_bytes() / (1 << 20), 1),

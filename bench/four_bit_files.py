@@ -52,8 +52,8 @@ def write(place: Path, config: ModelConfig, kind: str, head: bool = False) -> in
         if tensor.dim() != 2 or name.endswith(_PLAIN):
             tensors[name] = tensor
         else:
-            module, step = name.removesuffix(".weight"), _SCALE * tensor.shape[1] ** -0.5
-            found = quantize(*tensor.shape, step, rng)
+            (rows, columns), module = tensor.shape, name.removesuffix(".weight")
+            found = quantize(rows, columns, _SCALE * columns ** -0.5, rng)
             tensors |= {f"{module}.{suffix}": part.contiguous() for suffix, part in found.items()}
     place.mkdir(parents=True, exist_ok=True)
     save_file(tensors, place / "model.safetensors", {"format": "pt"})

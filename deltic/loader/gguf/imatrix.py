@@ -55,8 +55,8 @@ class ImportanceMatrix:
                              f"importance matrix has {list(found.shape)} values for it (experts, columns): it is that "
                              "of another model")
         mean = found.mean(1, keepdims=True)
-        found = np.divide(found, mean, out=np.ones_like(found), where=mean > 0)
-        return np.clip(found, 1 / _LARGEST, _LARGEST)
+        relative: Floats = np.divide(found, mean, out=np.ones_like(found), where=mean > 0)
+        return relative.clip(1 / _LARGEST, _LARGEST)
 
     def check(self, targets: Iterable[NewTensor], layers: int) -> None:
         """Raises ModelError naming a quantized matrix of the text model without importance, or with one of another
