@@ -47,6 +47,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small sizes: only shows that everything works")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters (task adapters)")
     parser.add_argument("--quant", default="none", help="of their base model: none, q4_k ...")
+    parser.add_argument("--model", default="qwen3.5-0.8b", help="their base model's shape")
+    parser.add_argument("--device", default="cpu", help="of the base model: cpu, cuda ...")
     parser.add_argument("--only", action="append", choices=TASKS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -111,10 +113,11 @@ def _step(args: argparse.Namespace) -> None:
 
 def _adapters(args: argparse.Namespace) -> None:
     """Eight rows with an adapter each, of all linear layers, against the base model alone; the two take turns."""
-    settings = {"model": "qwen3.5-0.8b", "layers": 4 if args.quick else None, "threads": args.threads, "max_batch": 8,
-                "max_context": 1024, "speculate": "off", "rank": args.rank, "quant": args.quant}
+    settings = {"model": args.model, "layers": 4 if args.quick else None, "threads": args.threads, "max_batch": 8,
+                "max_context": 1024, "speculate": "off", "rank": args.rank, "quant": args.quant, "device": args.device}
     worker = Worker(__file__, settings)
-    task = {"prompt_tokens": 64, "new_tokens": 4 if args.quick else 48, "batch": 8}
+    new_tokens = 4 if args.quick else 48 if args.device == "cpu" else 256
+    task = {"prompt_tokens": 64, "new_tokens": new_tokens, "batch": 8}
     runs: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     for adapted in (False, True):
         worker.ask({**task, "adapted": adapted})
@@ -125,7 +128,8 @@ def _adapters(args: argparse.Namespace) -> None:
         base, adapters = (spread([run[name] for run in own]) for own in runs.values())
         record("engine", {"task": "adapters", "dtype": "bfloat16", **settings, **worker.ready, **task, "measure": name,
                           "base": base, "adapters": adapters,
-                          "slower": round(1 - adapters["median"] / base["median"], 4)})
+                          "slower": round(1 - adapters["median"] / base["median"], 4),
+                          "more_time": round(base["median"] / adapters["median"] - 1, 4)})
     worker.close()
 
 
@@ -240,6 +244,8 @@ def _cache_mib(llm: LLM) -> float:
 def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     from dataclasses import asdict
 
+    import torch
+
     from deltic import LLM, RandomModel
     from deltic.cli.bench import Case, trial
     from deltic.cli.inspect import weight_bytes
@@ -251,7 +257,7 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     llm = LLM(settings.get("place", model), dtype="bfloat16", threads=settings["threads"],
               max_batch=settings["max_batch"], max_context=settings["max_context"],
               speculate=settings.get("speculate", "auto"), quant=settings.get("quant", "none"),
-              memory=settings.get("memory"))
+              memory=settings.get("memory"), device=settings.get("device", "auto"))
     adapters = _random_adapters(llm, settings["rank"]) if "rank" in settings else []
 
     def answer(task: dict[str, Any]) -> dict[str, Any]:
@@ -264,9 +270,10 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
                 **({"cache_mib": round(_cache_mib(llm), 1)} if "place" in settings else {})}
     assert isinstance(llm.runtime, ModelRunner)
     weights = weight_bytes(llm.runtime.config, "bfloat16", settings.get("quant", "none"))
+    card = torch.cuda.get_device_name(llm.runtime.device) if llm.runtime.device.type == "cuda" else None
     return {"weights_mib": round(weights / (1 << 20), 1),
             "packed_mib": round(llm.runtime.decoder.weight_bytes() / (1 << 20), 1),
-            "threads": llm.runtime.threads, "imported_mib": round(imported, 1),
+            "gpu": card, "threads": llm.runtime.threads, "imported_mib": round(imported, 1),
             "loaded_mib": round(peak_memory_mib(), 1)}, answer
 
 

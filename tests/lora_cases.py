@@ -18,7 +18,7 @@ from deltic.engine.adapters import AdapterSet
 from deltic.engine.loading import ModelOverrides, RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.loader.names import expected_tensors, is_stack
-from deltic.ops.adapters import Adapter
+from deltic.ops.adapters import Adapter, AdapterLayer, LowRank
 from deltic.runner.input_batch import build, with_adapters
 from deltic.runner.model_runner import ModelRunner
 
@@ -150,3 +150,29 @@ def logits_of(runtime: ModelRunner, rows: Sequence[tuple[Sequence[int], Adapter 
         for (place, cache, tokens), own_logits in zip(parts, logits, strict=True):
             found[place].append(own_logits)
             own.cache.commit(cache, len(tokens))
+
+
+# Terms
+
+
+def term(columns: int, rows: int, rank: int, first: int, seed: int) -> LowRank:
+    """A random term in bfloat16."""
+    rng = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(rank, columns, generator=rng), torch.randn(rows, rank, generator=rng)
+    return LowRank.of((a * columns**-0.5).bfloat16(), b.bfloat16(), first)
+
+
+def adapter(name: str, *layers: dict[str, tuple[LowRank, ...]], head: tuple[LowRank, ...] = ()) -> Adapter:
+    """An adapter with these products of each layer."""
+    return Adapter(name, name, tuple(AdapterLayer(products) for products in layers), head)
+
+
+def wanted(x: Tensor, norm: Tensor | None, terms: tuple[LowRank, ...], rows: int) -> Tensor:
+    """The terms [T, rows] of x [T, columns] in float64. norm: the scale of a norm before the product."""
+    own = x.double()
+    if norm is not None:
+        own = (x * norm).bfloat16().double() * (x.double().square().mean(-1, True) + 1e-6).rsqrt()
+    found = torch.zeros(len(x), rows, dtype=torch.float64)
+    for each in terms:
+        found[:, each.first:each.first + each.rows] = own @ each.a.double().T @ each.b.double().T
+    return found

@@ -36,7 +36,8 @@ ANSWER = tuple(TOKENIZER.encode("<|im_start|>assistant\n"))
 @cache
 def model() -> ModelRunner:
     """A small model over the embedded tokenizer's vocabulary."""
-    shape = odd_shape(vocab_size=3072, max_position_embeddings=CONTEXT)
+    kinds = ("linear_attention", "full_attention", "linear_attention")
+    shape = odd_shape(vocab_size=3072, max_position_embeddings=CONTEXT, num_hidden_layers=len(kinds), layer_types=kinds)
     return load(RandomModel(shape=shape), EngineConfig(dtype="float32", memory="8MiB", threads=1))
 
 

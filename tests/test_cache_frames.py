@@ -477,7 +477,7 @@ def mixed_requests(count: int, seed: int, vocabulary: int) -> list[Any]:
 def test_answers_are_the_same_bit_for_bit(frames: int, overlap: bool, units: Any, ops: tuple[str, ...]) -> None:
     """Against fixed pools with room for all. Memory begins as NaN, and moves between slots and pages."""
     runtime = with_ops(ops)
-    asked = mixed_requests(14, frames, runtime.config.vocab_size)
+    asked = mixed_requests(9 if ops else 14, frames, runtime.config.vocab_size)  # torch's ops take much longer
     wanted = {request.id: drain_all(runtime, [request]) for request in asked}
     pools = shared_pools(runtime, frames)
     moves = list[MovePages]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import sys
 from collections.abc import Callable, Iterator
@@ -16,10 +17,20 @@ from test_cuda_source import MODELS, float8_shapes, packed_mixture, packed_shape
 
 from deltic.errors import ConfigError
 from deltic.ops.capabilities import gpu_kernels
-from deltic.ops.cuda import allreduce, encoder, mtp, nvrtc, prefill, staging, state_delta_log
+from deltic.ops.cuda import (
+    adapters,
+    allreduce,
+    arguments,
+    encoder,
+    mtp,
+    nvrtc,
+    prefill,
+    staging,
+    state_delta_log,
+)
 from deltic.ops.cuda.card import CARDS, Card, card_of, common_card, default_card
 from deltic.ops.cuda.driver import compile_source, load_module, parts_of, tensor_map, why_not_compiled
-from deltic.ops.cuda.kernel_config import ADD, PART, STORE, Multiply, Shapes, attention_bytes
+from deltic.ops.cuda.kernel_config import ADD, GATE, PART, STORE, Multiply, Shapes, attention_bytes
 from deltic.ops.cuda.moe import ExpertsShape, tile_bytes
 from deltic.ops.cuda.nvrtc import CompileError
 from deltic.ops.cuda.quantized_moe import Kinds, PackedShape
@@ -69,6 +80,19 @@ def test_a_few_kernels_compile(card: Card, tmp_path: Path, monkeypatch: pytest.M
         check(prefill.source(shapes), shapes)
 
 
+@pytest.mark.parametrize("card", QUICK)
+def test_kernels_for_adapters_compile(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fields of their structs lie on the host."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    hidden, _, gdn, _ = MODELS["4B"]
+    products = (Multiply(hidden, True, GATE, card=card), Multiply(gdn.values, False, ADD, 4, card=card),
+                PackedMultiply(hidden, True, GATE, frozenset({"Q4_K"}), 2, card=card))
+    shapes = Shapes(products, None, None, frozenset({"Q4_K"}), card=card)
+    sizes = "".join(f"static_assert(sizeof({name}) == {ctypes.sizeof(getattr(arguments, f'{name}Args'))});\n"
+                    for name in ("AddedProduct", "AddedPacked", "Shrink", "Expand"))
+    check(adapters.source(shapes) + sizes, shapes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
 @pytest.mark.parametrize("name", WHOLE)
@@ -76,7 +100,8 @@ def test_all_kernels_compile(name: str, card: Card, tmp_path: Path, monkeypatch:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shapes = replace(WHOLE[name](card), delta_logs=True)
     assert shapes.shared <= card.shared_memory
-    for text in (shapes.source(), prefill.source(shapes), mtp.source(shapes, shapes.products[0].columns)):
+    for text in (shapes.source(), prefill.source(shapes), mtp.source(shapes, shapes.products[0].columns),
+                 adapters.source(shapes)):
         check(text, shapes)
 
 

@@ -222,7 +222,7 @@ def batch_of(done: list[int], real: int, moved: bool = False) -> Batch:
     cursor = torch.tensor(done)
     store = torch.tensor([int(table[row, d // PAGE]) * PAGE + d % PAGE for row, d in enumerate(done)])
     flat = torch.cat([torch.tensor([real]), torch.arange(rows) + 5, cursor.repeat(3), torch.arange(rows + 1), cursor,
-                      store, source, target, table.flatten()]).cuda()
+                      store, source, target, torch.full((rows,), -1), table.flatten()]).cuda()
     return step_of(Padded(flat, rows, pages))
 
 
@@ -341,7 +341,8 @@ def row_alone(whole: Batch, row: int) -> Batch:
     """A step of one row of a batch of single tokens."""
     numbers = torch.cat([torch.ones_like(whole.ids[:1]), whole.ids[row:row + 1], whole.done[row:row + 1].repeat(3),
                          torch.arange(2, device=whole.ids.device), *(tensor[row:row + 1] for tensor in (
-                             whole.done, whole.store, whole.source, whole.target)), whole.pages[row]])
+                             whole.done, whole.store, whole.source, whole.target)),
+                         torch.full_like(whole.ids[:1], -1), whole.pages[row]])
     return step_of(Padded(numbers, 1, whole.pages.shape[1]))
 
 

@@ -257,7 +257,7 @@ def test_every_kernel_writes_the_same_bytes(runtime: ModelRunner) -> None:
         reset()
         outputs = []
         for index in range(tokens):
-            flat = torch.tensor([1, 5, *[done + index] * 3, 0, 1, done + index, int(places[index]), 0, 0, *pages],
+            flat = torch.tensor([1, 5, *[done + index] * 3, 0, 1, done + index, int(places[index]), 0, 0, -1, *pages],
                                 device="cuda")
             work = step.begin(step_of(Padded(flat, 1, len(pages))), kind)
             dtype = torch.float32 if kind == "few" else torch.bfloat16

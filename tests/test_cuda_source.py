@@ -118,16 +118,17 @@ def members(struct: str) -> list[str]:
                                   "Choice", "PromptConv", "PromptRing", "CopySlot", "GatedNorm", "PromptHeads",
                                   "PromptGate", "GatherInt4", "DeltaTerms", "DeltaScan", "Append", "Fold", "HeadEnter",
                                   "HeadKeys", "Accept", "Numbers", "Cursors", "RowKeys", "ResidualNorm", "Turn",
-                                  "TowerNorm", "AllReduce"])
+                                  "TowerNorm", "AllReduce", "Shrink", "Expand"])
 def test_struct_layouts(name: str) -> None:
     given: type[KernelArguments] = getattr(arguments, f"{name}Args")
     assert [member for member, _ in given._fields_] == members(name)
 
 
-@pytest.mark.parametrize("name", ["Verify", "OverRings"])
-def test_derived_struct_layouts(name: str) -> None:
+@pytest.mark.parametrize(("name", "base"), [("Verify", "Gdn"), ("OverRings", "Gdn"), ("AddedProduct", "Product"),
+                                            ("AddedPacked", "Packed")])
+def test_derived_struct_layouts(name: str, base: str) -> None:
     given: type[KernelArguments] = getattr(arguments, f"{name}Args")
-    assert [member for member, _ in given._fields_] == [*members("Gdn"), *members(f"{name} : Gdn")]
+    assert [member for member, _ in given._fields_] == [*members(base), *members(f"{name} : {base}")]
 
 
 @pytest.mark.parametrize("tokens", range(1, MAX_GEMV_TOKENS + 1))

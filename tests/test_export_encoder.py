@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from deltic.export.program import kind_of
 from deltic.server.app import create_encoder_app
 from deltic.server.embeddings import EmbeddingService
 
-pytest.importorskip("tvm", reason="needs deltic[tvm]")
-pytestmark = pytest.mark.filterwarnings("ignore")
+# its import takes seconds in each process that collects tests
+pytestmark = [pytest.mark.filterwarnings("ignore"),
+              pytest.mark.skipif(find_spec("tvm") is None, reason="needs deltic[tvm]")]
 
 
 @pytest.fixture(scope="module")

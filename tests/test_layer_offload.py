@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +36,7 @@ from deltic.ops.cuda import kernel_config, quantized, quantized_product
 from deltic.ops.cuda.card import default_card
 from deltic.ops.cuda.decode import DecodeStep, _offloaded_layers
 from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.gemv import GemvProducts
 from deltic.ops.cuda.kernel_config import STORE, Shapes, _Found
 from deltic.ops.cuda.layer_offload import HostTiles, LayerStore, LayerStream, host_layer, host_layer_form, used
 from deltic.ops.cuda.quantized import Tiles, packed_bytes, tiles_form
@@ -197,14 +198,22 @@ def test_weights_are_dequantized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> N
 SCHEMES = ["none", "q4_k", "q8_0", "fp8"]
 
 
-def weights_of(scheme: str, offloaded: tuple[int, ...] = ()) -> dict[str, Weight]:
-    """The layers of TINY as a GPU has them; those offloaded as `WeightReader` leaves them."""
-    tensors = random_tensors(TINY, "bfloat16", 3)
-    if scheme == "none":
-        return {**dict(tensors)}
+@cache
+def random_layers() -> dict[str, Tensor]:
+    return dict(random_tensors(TINY, "bfloat16", 3))
+
+
+@cache
+def quantized_layers(scheme: str, offloaded: tuple[int, ...]) -> dict[str, Weight]:
     host = host_layer_form(CPU, computes=True)
     placed = {name: host for index in offloaded for name in matrices_of(index)}
-    return quantize_tensors(tensors, scheme, TINY, replace(tiles_form("cpu"), placed=placed))
+    return quantize_tensors(iter(random_layers().items()), scheme, TINY, replace(tiles_form("cpu"), placed=placed))
+
+
+def weights_of(scheme: str, offloaded: tuple[int, ...] = ()) -> dict[str, Weight]:
+    """The layers of TINY as a GPU has them, and those offloaded as `WeightReader` leaves them: tensors that no test
+    may write to, in a dictionary of the caller's own."""
+    return {**(random_layers() if scheme == "none" else quantized_layers(scheme, offloaded))}
 
 
 def plain(weight: Weight) -> Tensor:
@@ -236,6 +245,7 @@ def blocks_of(weights: MlpWeights) -> list[Tensor]:
 def test_a_step_copies_each_layer_to_its_place(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit: the kernels then multiply with the same weights. Matrices are packed in several pieces."""
     monkeypatch.setattr(quantized, "WEIGHTS_PER_PIECE", 1 << 16)
+    quantized_layers.cache_clear()
     offload, model, whole = offloaded(scheme)
     stream = offload.store.stream(few=False)
     for index, (own, other) in enumerate(zip(model.weights.layers, whole.weights.layers, strict=True)):
@@ -439,6 +449,7 @@ class FeedForwards(DecodeStep):
             found.add_dense(layer.dense)
         self.decoder, self._module, self.blocks, self.hidden = decoder, cast(Module, Launches()), 4, 512
         self.host, self._offloaded, self._experts = found.asks_host, _offloaded_layers(decoder), None
+        self._adapters = None
         self._shapes = Shapes(tuple(found.products), None, None, frozenset(found.kinds), found.parts)
 
     def mix(self, *others: Any) -> None: ...
@@ -446,10 +457,11 @@ class FeedForwards(DecodeStep):
     def _project_out(self, *others: Any) -> Iterator[Any]:
         yield from ()
 
-    def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int, *others: Any
-                 ) -> None:
+    def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int, *others: Any,
+                 **named: Any) -> None:
         if out != STORE:
-            super().multiply(weight, x, scale, y, out, *others)
+            products = GemvProducts(self._module, self._shapes, self.blocks, self.decoder.eps)
+            products.multiply(weight, x, scale, y, out, *others, **named)
 
 
 @needs_library
@@ -463,7 +475,7 @@ def test_kernels_of_a_step(scheme: str, product: str, compute: str, monkeypatch:
     step, launches = FeedForwards(model.weights), Launches()
     monkeypatch.setattr(step, "_module", launches)
     layout = SimpleNamespace(tokens=3)
-    batch = SimpleNamespace(layout=layout, count=torch.tensor([3]), starts=torch.arange(4))
+    batch = SimpleNamespace(layout=layout, count=torch.tensor([3]), starts=torch.arange(4), adapter_entries=None)
     alone(step.layers(cast(Any, SimpleNamespace(batch=batch, residual=torch.zeros(3, 512), over_log=False, kind="few",
                                           y=torch.zeros(3, 8, dtype=torch.bfloat16)))))
     hosted = (1, 2, 4) if compute == "host" else ()

@@ -72,6 +72,7 @@ def shards_of(slices: list[Columns], shards: int, runs: int) -> list[Columns]:
     return [[own[run] for run in range(runs) for own in group] for group in groups]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("runs", [1, 2])
 @pytest.mark.parametrize("name", READABLE)
 @at_every_level

@@ -18,7 +18,7 @@ from test_cuda_source import MODELS, packed_mixture, packed_shapes, shapes_of
 from deltic import LLM, RandomModel, SamplingParams
 from deltic.cli import main
 from deltic.errors import RequestError
-from deltic.ops.cuda import mtp
+from deltic.ops.cuda import adapters, mtp
 from deltic.ops.cuda import prefill as prompts
 from deltic.ops.cuda.marks import NAMES, mark_of, operator_of
 from deltic.ops.cuda.sample import source
@@ -236,7 +236,8 @@ def test_a_card_s_steps_are_marked_and_stay_as_they_are(llm: LLM, monkeypatch: p
 
 def test_names_of_all_kernels_of_a_step_say_their_operator() -> None:
     shapes = [packed_mixture(), packed_shapes("4B"), *map(shapes_of, MODELS)]
-    texts = [text for each in shapes for text in (each.source(), prompts.source(each), mtp.source(each, 1024))]
+    texts = [text for each in shapes for text in (
+        each.source(), prompts.source(each), mtp.source(each, 1024), adapters.source(each))]
     texts.append(source())
     pattern = r"__global__ void[^(]*\([^)]*\)?\s*(\w+)\(const __grid"
     kernels = {name for text in texts for name in re.findall(pattern, text)}

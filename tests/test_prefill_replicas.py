@@ -219,15 +219,24 @@ async def forgetful(*_: Any) -> AsyncIterator[Any]:
     yield ()
 
 
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    """The answers of one engine to four questions, one after the other."""
+    async def run() -> list[Any]:
+        async with replica(opened(None)) as alone:
+            return [await answers(alone, [question(number)]) for number in range(4)]
+
+    return asyncio.run(run())
+
+
 @each(("fault", "outcome", "lines", "calls"), [(lost, "failed", 1, 1), (full, "busy", 0, 3), (smaller, "busy", 0, 3),
                                                (silent, "failed", 1, 1), (forgetful, "failed", 1, 1)])
 def test_what_no_prefill_replica_computes_is_computed_here(fault: Any, outcome: str, lines: int, calls: int,
-                                                           tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                           expected: list[Any], tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch,
                                                            caplog: pytest.LogCaptureFixture) -> None:
     """One line in the log, and no further tries for a moment."""
     async def run() -> None:
-        async with replica(opened(None)) as alone:
-            expected = [await answers(alone, [question(number)]) for number in range(4)]
         async with pair(tmp_path / fault.__name__, fault=fault) as (near, far, handle):
             for number in range(3):
                 assert await answers(near, [question(number)]) == expected[number]
@@ -319,11 +328,9 @@ def test_a_cancelled_request_does_not_wait_for_its_prefill(tmp_path: Path) -> No
     asyncio.run(run())
 
 
-def test_hostile_requests_among_ordinary_ones(tmp_path: Path) -> None:
+def test_hostile_requests_among_ordinary_ones(tmp_path: Path, expected: list[Any]) -> None:
     """A prompt as long as the context, many prompts in one body, and clients that leave cost the others nothing."""
     async def run() -> None:
-        async with replica(opened(None)) as alone:
-            expected = await answers(alone, [question(number) for number in range(4)])
         async with pair(tmp_path) as (near, far, handle):
             async def leaves(number: int) -> None:
                 body = {**question(number, 50), "stream": True}
@@ -339,7 +346,7 @@ def test_hostile_requests_among_ordinary_ones(tmp_path: Path) -> None:
                        ask(near, "/v1/completions", too_long)]
             found = await asyncio.gather(answers(near, [question(number) for number in range(4)]), *hostile,
                                          *(leaves(number) for number in range(100, 110)))
-            assert found[0] == expected
+            assert found[0] == [answer for own in expected for answer in own]
             assert [status for status, _, _ in found[1:4]] == [200, 200, 400]
             assert len(json.loads(found[2][2])["choices"]) == 40
             await eventually(lambda: not engine(near).has_work and not engine(far).has_work)

@@ -25,6 +25,7 @@ from support import (
     stepwise_logits,
 )
 
+from deltic.cache.handles import SequenceCache
 from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.index import TierIndex
 from deltic.engine.engine import Engine
@@ -95,13 +96,22 @@ def fresh_reading(
 
 
 @cache
-def expected(model: str, params: str = "greedy", prompt: Prompt = PROMPT, choice: int = 0) -> Reference:
-    """By the reference's ops."""
-    runtime = small_runtime(MODELS[model](), batch=1)
+def prefilled(model: str, prompt: Prompt) -> tuple[ModelRunner, SequenceCache, torch.Tensor]:
+    """A model with the reference's ops, its only sequence, which holds the prompt, and the last logits."""
+    runtime = small_runtime(MODELS[model](), batch=2)
     runtime = replace(runtime, decoder=replace(runtime.decoder, ops=backends()["reference"]))
-    rows = [fresh_reading(runtime, prompt)[-1]]
-    tokens = [drawn(rows[-1], PARAMS[params], choice, len(prompt))]
+    logits = fresh_reading(runtime, prompt)[-1]
     admitted, = runtime.cache.accounts.sequences.values()
+    return runtime, admitted, logits
+
+
+@cache
+def expected(model: str, params: str = "greedy", prompt: Prompt = PROMPT, choice: int = 0) -> Reference:
+    """By the reference's ops, which read each prompt once: answers continue forks of it."""
+    runtime, source, logits = prefilled(model, prompt)
+    rows, tokens = [logits], [drawn(logits, PARAMS[params], choice, len(prompt))]
+    admitted, = runtime.cache.accounts.forks(source, 1)
+    runtime.cache.operations.flush()
     assert runtime.cache.reserve(admitted, COUNT) == COUNT
     while len(tokens) < COUNT:
         admitted.keys.append(tokens[-1])
@@ -112,6 +122,7 @@ def expected(model: str, params: str = "greedy", prompt: Prompt = PROMPT, choice
         rows.append(runtime.run(build(StepPlan((row,)), runtime.device))[0].clone())
         runtime.cache.commit(admitted, 1)
         tokens.append(drawn(rows[-1], PARAMS[params], choice, len(prompt) + len(tokens)))
+    runtime.cache.release(admitted)
     return Reference(prompt.ids, tuple(tokens), torch.stack(rows))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic import Anthropic
-from test_server_harness import CALL, THOUGHT, Scripted, Served, each, scripted, serving, tiny
+from test_server_harness import CALL, THOUGHT, Scripted, Served, authorities, each, scripted, serving, tiny
 
 USER: list[Any] = [{"role": "user", "content": "Hi"}]
 TOOLS: list[Any] = [{"name": "weather", "description": "Says how it is.", "input_schema": {
@@ -21,7 +21,9 @@ pytestmark = pytest.mark.usefixtures("script_server")
 
 @contextmanager
 def client_of(served: Served, **options: Any) -> Iterator[Anthropic]:
-    with Anthropic(base_url=served.url, **({"api_key": "none", "max_retries": 0, "timeout": 30} | options)) as client:
+    given = {"api_key": "none", "max_retries": 0, "timeout": 30} | options
+    transport = anthropic.DefaultHttpxClient(verify=authorities())
+    with Anthropic(base_url=served.url, http_client=transport, **given) as client:
         yield client
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import httpx
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 from starlette.applications import Starlette
 
 from deltic import LLM
@@ -178,14 +178,21 @@ class Scripted:
         return model
 
 
+@cache
+def authorities() -> SSLContext:
+    """The certificates that clients trust. Reading them takes longer than starting a server."""
+    return httpx.create_ssl_context()
+
+
 class Served:
     """A running server."""
 
     def __init__(self, url: str, server: Server, app: Starlette, thread: threading.Thread) -> None:
         self.url, self.server, self.app, self.thread = url, server, app, thread
         self.bridge: AsyncEngine = app.state.engine  # of an only model
-        self.http = httpx.Client(base_url=url, timeout=30)
-        self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+        self.http = httpx.Client(base_url=url, timeout=30, verify=authorities())
+        transport = DefaultHttpxClient(verify=authorities())
+        self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30, http_client=transport)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)

@@ -68,7 +68,7 @@ def web(tmp_path: Path) -> Iterator[tuple[str, Path, type[Handler]]]:
     root.mkdir()
     handler = type("Own", (Handler,), {})
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(root)))
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/", root, handler
     server.shutdown()

@@ -227,6 +227,7 @@ FLOAT8 = {"dense": wide_shape(), "rows within blocks": wide_shape(head_dim=64, n
           "experts": QUANTIZED["experts"]}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("scales", ["blocks", "rows", "matrix"])
 @pytest.mark.parametrize("kind", FLOAT8)
 def test_float8(kind: str, scales: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,7 +403,8 @@ def test_reading_needs_memory_for_the_model_and_one_tensor(tmp_path: Path) -> No
         config = split_shape(hidden_size=512, intermediate_size=inner, num_hidden_layers=4, head_dim=64,
                              layer_types=("full_attention",) * 4, rope=RopeConfig(1e4, 16, (3, 3, 2)))
         (tmp_path / folder).mkdir()
-        opened(tmp_path / folder, config)
+        zeros = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in expected_tensors(config).items()}
+        opened(tmp_path / folder, config, zeros)
     result = subprocess.run([sys.executable, "-c", LOADING, str(tmp_path / "large"), str(tmp_path / "small")],
                             capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

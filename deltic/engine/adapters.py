@@ -74,6 +74,7 @@ class AdapterSet:
                         for layer in runtime.decoder.weights.layers)
             adapter = read_adapter(files, name, runtime.decoder.dtype, runtime.device, tiled)
             self._check_room(name, adapter.nbytes)
+            runtime.prepare_adapters()
             with self._lock:
                 self._loaded[name], self._times[name] = adapter, int(time.time())
         log.info("the adapter %s is loaded: rank %d, %.1f MiB, in %.2f s", name, adapter.rank,
@@ -116,7 +117,7 @@ def obstacle(runtime: Model) -> str | None:
     if options.debug_layers:
         return "debug_layers computes layers one by one, so leave it out"
     if options.on_gpu and options.batch_invariant:
-        return "torch adds the terms on a GPU, and its sums depend on the batch, so leave out batch_invariant"
+        return "torch computes some of its steps on a GPU, and its sums depend on the batch: leave out batch_invariant"
     if options.on_gpu:
         return "some of its weights lie in host memory" if runtime.experts or runtime.layers else None
     return runtime.not_adapted

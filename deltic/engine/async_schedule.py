@@ -51,6 +51,8 @@ def _behind_tokens(scheduler: Scheduler, flight: InFlight, speculator: Speculati
     others = [sequence for sequence in scheduler.running if sequence not in sequences]
     if not all(map(_needs_no_host, drawing)) or not all(map(_prefills_on, others)):
         return None
+    if not scheduler.adapts and any(each.sequence.adapter for each in drawing):
+        return None
     going = [each for each in drawing if len(each.sequence.tokens) + 1 < each.sequence.limit]
     leaving = sequences - {each.sequence for each in going}
     places = min(scheduler.max_batch - len(scheduler.running) + len(leaving), len(scheduler.waiting))
@@ -60,6 +62,8 @@ def _behind_tokens(scheduler: Scheduler, flight: InFlight, speculator: Speculati
     if not alone and flight.prompt_tokens > scheduler.token_budget // _LONG:
         return None  # a request that comes now would wait for two long steps
     deferring = alone and scheduler.defers_state_writes(len(going))
+    if deferring and any(each.sequence.adapter for each in going):
+        return None  # these rows write their states, and need steps of their own
     if alone and not deferring and any(each.cache.unflushed for each in drawing):
         return None
     full = [each.cache for each in going if each.cache.done == each.cache.covered]
@@ -136,15 +140,15 @@ def _drafts_on(each: ScheduledSequence) -> bool:
     row = each.row
     if row is None or not row.append or not row.drafts:
         return False
-    return each.live and each.drafted_next and _needs_no_host(each)
+    return each.live and each.drafted_next and _needs_no_host(each) and not each.sequence.adapter
 
 
 def _needs_no_host(each: ScheduledSequence) -> bool:
-    """True if sampling needs no host-side input (no grammar, penalty, processor or fork), nothing but the token follows
-    from it, and the kernels for whole steps compute it (no adapter)."""
+    """True if sampling needs no host-side input (no grammar, penalty, processor or fork), and nothing but the token
+    follows from it."""
     sequence = each.sequence
     return not (sequence.needs_fork or each.scores or sequence.guide or sequence.constraint or changes_logits(sequence)
-                or sequence.request.logits_processors or sequence.adapter)
+                or sequence.request.logits_processors)
 
 
 def _leaves_state_for(waiting: Iterable[Sequence], each: ScheduledSequence) -> bool:

@@ -58,7 +58,8 @@ class Engine:
         options = runtime.options
         longest = None if options.max_stall_ms is None else options.max_stall_ms / 1000
         self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, options.token_budget, StepTimes(longest),
-                                   not runtime.capabilities.verifies, runtime.capabilities.defer_from)
+                                   not runtime.capabilities.verifies, runtime.capabilities.defer_from,
+                                   runtime.capabilities.adapts)
         self.speculator = SpeculationController(runtime, self.scheduler, drafter, depth)
         self.pictures = ImageEmbeds(runtime.encode, _MAX_EMBEDS_BYTES) if runtime.encode else None
         self.launcher = Launcher(runtime, self.pictures)

@@ -78,11 +78,12 @@ class Scheduler:
     """Queues of waiting and running sequences over a cache that grants them pages and slots."""
 
     def __init__(self, cache: HybridCache, max_batch: int, token_budget: int, times: StepTimes | None = None,
-                 mixes: bool = True, defer_from: int | None = None) -> None:
+                 mixes: bool = True, defer_from: int | None = None, adapts: bool = False) -> None:
         """times: limits the prompt tokens of a step; None: the token budget alone does. mixes: prompts and drafts may
-        be in one step. defer_from: number of rows from which on state writes are deferred; None: never."""
+        be in one step. defer_from: number of rows from which on state writes are deferred; None: never. adapts: as in
+        `Capabilities`."""
         self.cache, self.max_batch, self.token_budget, self.times = cache, max_batch, token_budget, times
-        self.mixes, self.defer_from = mixes, defer_from
+        self.mixes, self.defer_from, self.adapts = mixes, defer_from, adapts
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []
@@ -152,7 +153,8 @@ class Scheduler:
         drafts, ends = max(end - len(sequence.tokens), 0), end >= len(sequence.tokens)
         scored = max(end - ends - max(done, len(sequence.scores)), 0) if sequence.scoring else 0
         drawn = drafts + 1 if ends and not sequence.embeds else 0
-        append = defers(self.cache, cache) if deferring else drafts > 0 and self.cache.states.may_defer(cache)
+        append = (defers(self.cache, cache) if deferring and not sequence.adapter
+                  else drafts > 0 and self.cache.states.may_defer(cache))
         return next_row(
             cache,
             tokens,

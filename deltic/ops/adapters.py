@@ -24,7 +24,7 @@ class LowRank:
     """What an adapter adds to some rows of a product, from row `first` on: x aᵀ bᵀ.
 
     a [rank, columns]. panels [rows / PANEL, rank, PANEL]: b [rows, rank] times the scale, rounded up with rows of 0.
-    Both contiguous, of one dtype.
+    Of one dtype. a is contiguous; panels is on a CPU, and on a GPU b is.
     """
 
     a: Tensor
@@ -50,7 +50,10 @@ class LowRank:
         return self.a.nbytes + self.panels.nbytes
 
     def to(self, device: torch.device) -> LowRank:
-        return replace(self, a=self.a.to(device), panels=self.panels.to(device))
+        panels = self.panels.to(device)
+        if device.type == "cuda":  # its kernels read b row by row
+            panels = panels.transpose(1, 2).contiguous().transpose(1, 2)
+        return replace(self, a=self.a.to(device), panels=panels)
 
 
 LowRanks = tuple[LowRank, ...]

@@ -34,6 +34,7 @@ class Capabilities:
     defer_from: the number of rows from which on decode steps leave state writes in delta logs; None: they never do.
     frames: pages and slots may share memory.
     partial_heads: a part of the matrix of logits may draft, as logits that are left out save time.
+    adapts: decode steps of rows with adapters have buckets, so that the host need not wait for them.
     """
 
     overlaps: bool = False
@@ -42,6 +43,7 @@ class Capabilities:
     defer_from: int | None = None
     frames: bool = True
     partial_heads: bool = False
+    adapts: bool = False
 
     @property
     def verifies(self) -> bool:

@@ -61,6 +61,7 @@ COLUMNS = {column.name: column for column in (
     Column("delta_log", "rows"),
     Column("append", "rows"),
     Column("store", "tokens"),
+    Column("adapter_entries", "tokens"),
     Column("logit_tokens", "tokens"),
     Column("pages", "table", set_by=PAGE_TABLE),
     Column("draws", "tokens", set_by=DEVICE_TOKENS),
@@ -110,7 +111,7 @@ def _layout(names: str) -> ColumnLayout:
     return ColumnLayout(tuple(COLUMNS[name] for name in names.split()))
 
 
-DECODE = _layout("count ids positions starts done store source target pages draws")
+DECODE = _layout("count ids positions starts done store source target adapter_entries pages draws")
 """A bucket of steps in which every row decodes one token and writes its state."""
 VERIFY = _layout("count ids positions starts done source target base delta_log append store logit_tokens pages draws")
 """A bucket of steps with drafts, or with tokens in state delta logs."""

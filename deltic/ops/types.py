@@ -34,6 +34,7 @@ class Layout:
     appends: some row appends to its delta log instead of writing its state.
     hidden: all tokens' hidden states after the final norm are wanted, besides the logits.
     replays: some row of several tokens has entries in its delta log.
+    adapted: some token has an entry in a backend's table of adapters.
     """
 
     chunks: tuple[int, ...]
@@ -44,6 +45,7 @@ class Layout:
     appends: bool = False
     hidden: bool = False
     replays: bool = False
+    adapted: bool = False
 
     @property
     def rows(self) -> int:
@@ -63,7 +65,7 @@ class Padded:
     rows, pages: of the bucket.
     tokens: of all rows together, which may have several, with drafts, and entries in delta logs; padding rows have
     none. None: each row has one token and no entries.
-    hidden: as in `Layout`.
+    hidden, adapted: as in `Layout`.
     """
 
     numbers: Tensor
@@ -71,6 +73,7 @@ class Padded:
     pages: int
     tokens: int | None = None
     hidden: bool = False
+    adapted: bool = False
 
     @property
     def bucket(self) -> tuple[int, int, int | None]:
@@ -115,7 +118,8 @@ class Batch:
     count [1]: number of real rows, if the others are padding; None: all.
     padded: the same step in the shape of a bucket, if it has one.
     input_embeds: rows that replace the embeddings of some tokens.
-    adapters: of the tokens; None: no token has one.
+    adapters: of the tokens; None: no token has one, or the entries name them.
+    adapter_entries [T]: each token's entry in the table of adapters that a backend has, or -1; None: no token has one.
     memo: what a backend derives from this batch once and uses in every layer.
     kept: what a backend derives from the layout and from the addresses of the tensors, all contiguous, for later
         batches that differ only in numbers; None if there are none.
@@ -142,6 +146,7 @@ class Batch:
     padded: Padded | None = None
     input_embeds: InputEmbeds | None = None
     adapters: BatchAdapters | None = None
+    adapter_entries: Tensor | None = None
     memo: dict[str, Any] = field(default_factory=dict)
     kept: dict[Any, Any] | None = None
 

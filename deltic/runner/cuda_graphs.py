@@ -61,12 +61,14 @@ class CudaGraphs:
         """forward: returns the logits [L, V] of a step; must launch the same kernels for all steps of a bucket."""
         self._forward = forward
         self._captured: dict[BucketKey, _Captured] = {}
+        self._adapted: dict[BucketKey, _Captured] = {}
+        """Of steps with adapters."""
         self._pool: Any = None
 
     @property
     def buckets(self) -> tuple[BucketKey, ...]:
         """The recorded buckets."""
-        return tuple(self._captured)
+        return (*self._captured, *self._adapted)
 
     def run(self, batch: Batch) -> Tensor | None:
         """Returns the logits [L, V] of a step, valid until the next one; None if it has no bucket."""
@@ -79,7 +81,7 @@ class CudaGraphs:
             return self._run(padded)[:batch.layout.logits]
 
     def _run(self, padded: Padded) -> Tensor:
-        captured = self._captured.get(padded.bucket)
+        captured = (self._adapted if padded.adapted else self._captured).get(padded.bucket)
         if captured is None:
             logits = self._forward(step_of(padded)).clone()
             self.capture(padded)
@@ -94,7 +96,8 @@ class CudaGraphs:
         numbers, static = padded.numbers, step_of(padded)
         graph, logits = record(lambda: self._forward(static), self._pool)
         self._pool = self._pool or graph.pool()
-        self._captured[padded.bucket] = _Captured(graph, numbers, borrowed(logits))
+        known = self._adapted if padded.adapted else self._captured
+        known[padded.bucket] = _Captured(graph, numbers, borrowed(logits))
 
 
 def recorded_buckets(model: Path | None, max_rows: int, max_context: int) -> Iterator[tuple[int, int]]:

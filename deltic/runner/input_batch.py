@@ -274,9 +274,9 @@ def _uses_delta_log(row: PlannedRow) -> bool:
 
 
 def decoding(plan: StepPlan, device: torch.device, drawn: Tensor | None = None, memory: InputBatch | None = None,
-             hidden: bool = False) -> Batch:
-    """The batch of a plan that `decodes`, in its bucket. Rows beyond the real ones repeat the last one. Valid until the
-    next step of the bucket."""
+             hidden: bool = False, entries: Mapping[str, int] | None = None) -> Batch:
+    """The batch of a plan that `decodes`, in its bucket. Rows beyond the real ones repeat the last one, without its
+    adapter. Valid until the next step of the bucket. entries: as in `decoding_adapted`."""
     rows, real = plan.rows, len(plan.rows)
     columns, size = _columns(rows), power_of_two(real)
     pages = decode_pages(max([len(row.pages) for row in rows]))
@@ -286,11 +286,25 @@ def decoding(plan: StepPlan, device: torch.device, drawn: Tensor | None = None, 
     values["positions"] = _filled_axes(_rotary(rows, columns["positions"]), size)
     values["starts"] = list(range(size + 1))
     values["logit_tokens"] = _filled(range(real), size)
+    own = [entries[row.adapter] if entries and row.adapter else -1 for row in rows]
+    values["adapter_entries"] = [*own, *[-1] * (size - real)]
     bucket = (memory or InputBatch()).bucket((size, pages, size if deferred else None), device)
     draws = bucket.write(values, rows)
     draws[:] = values["ids"]
     bucket.upload.send(drawn)
-    return bucket.batch(Layout((1,) * real, (pages * PAGE,) * real, real, real, appends=deferred, hidden=hidden))
+    return bucket.batch(Layout((1,) * real, (pages * PAGE,) * real, real, real, appends=deferred, hidden=hidden,
+                               adapted=entries is not None))
+
+
+def decoding_adapted(plan: StepPlan, device: torch.device, entries: Mapping[str, int], drawn: Tensor | None = None,
+                     memory: InputBatch | None = None, hidden: bool = False) -> Batch | None:
+    """As `decoding`; None if the plan is none of few rows that decode, some of them with adapters. entries: of adapters
+    in the device's table, by their identities."""
+    used = {row.adapter for row in plan.rows if row.adapter}
+    if not used or not used <= entries.keys() or len(plan.rows) > FEW_ROWS or not has_bucket(plan):
+        return None
+    unknown = any(row.drawn is not None for row in plan.rows)
+    return decoding(plan, device, drawn if unknown else None, memory, hidden, entries)
 
 
 def verifying(plan: StepPlan, device: torch.device, memory: InputBatch | None = None, hidden: bool = False,
@@ -338,7 +352,7 @@ def step_of(padded: Padded, layout: Layout | None = None) -> Batch:
     if layout is None:
         chunks = (1,) * (rows - 1) + (size - rows + 1,)
         layout = Layout(chunks, (pages * PAGE,) * rows, rows - (size > rows), size, appends=padded.tokens is not None,
-                        hidden=padded.hidden)
+                        hidden=padded.hidden, adapted=padded.adapted)
     extents, kind = Extents(rows, size, pages), DECODE if padded.tokens is None else VERIFY
     columns = kind.views(padded.numbers, extents)
     real, tokens, none = layout.rows, layout.tokens, padded.numbers[:0]
@@ -355,6 +369,7 @@ def step_of(padded: Padded, layout: Layout | None = None) -> Batch:
         starts=columns["starts"][:real + 1], done=done, pages=columns["pages"].view(rows, pages)[:real],
         store=columns["store"][:tokens], source=columns["source"][:real], target=columns["target"][:real],
         emit_row=none, emit_length=none, emit_slot=none, logit_tokens=wanted[:tokens],
+        adapter_entries=columns["adapter_entries"][:tokens] if layout.adapted else None,
         count=columns["count"] if whole else None, padded=None if whole else padded, **deferred)
 
 
@@ -440,7 +455,7 @@ class _Bucket:
         if found is None:
             if len(self._batches) >= _LAYOUTS:
                 self._batches.clear()
-            padded = Padded(self.upload.numbers[:self._draws], *self._key, layout.hidden)
+            padded = Padded(self.upload.numbers[:self._draws], *self._key, layout.hidden, layout.adapted)
             found = self._batches[layout] = step_of(padded, layout)
         found.memo.clear()
         return found

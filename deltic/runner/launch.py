@@ -20,8 +20,17 @@ from deltic.ops.adapters import Adapter
 from deltic.ops.types import Batch, Sampled, Sampling
 from deltic.params import TokenLogprobs
 from deltic.runner.image_embeds import ImageEmbeds
-from deltic.runner.input_batch import FEW_ROWS, DeviceTokens, InputBatch, build, with_adapters
-from deltic.runner.model_runner import Model
+from deltic.runner.input_batch import (
+    FEW_ROWS,
+    DeviceTokens,
+    InputBatch,
+    build,
+    decodes,
+    decoding_adapted,
+    has_bucket,
+    with_adapters,
+)
+from deltic.runner.model_runner import Model, ModelRunner
 from deltic.runner.sampling import Asked, LogitMasks, SampleRow, SamplingTable, TokenRanks, logprobs_of, scores_of
 from deltic.spec_decode.mtp import PendingDrafts
 from deltic.spec_decode.partial_head import TokenGroups
@@ -272,18 +281,22 @@ class Launcher:
         return found
 
     def _run_apart(self, rows: List[PlannedRow], drawn: Tensor | None, adapters: Mapping[str, Adapter]) -> Tensor:
-        """Returns the logits [L, V] of these rows: on a device that has steps of its own for rows without adapters, the
-        others are computed after them."""
+        """Returns the logits [L, V] of these rows, on a device that has steps of its own for rows without adapters and
+        for few rows that decode."""
         runtime, found = self._runtime, dict[int, Tensor]()
-        for with_adapter in (False, True):
-            places = [place for place, row in enumerate(rows) if bool(row.adapter) == with_adapter]
-            if not places:
-                continue
-            own = tuple([rows[place] for place in places])
-            batch = build(StepPlan(own), runtime.device, hidden=runtime.mtp_runner is not None, drawn=drawn,
-                          memory=self._memory, image_rows=self._pictures.rows if self._pictures else None,
-                          verified=runtime.capabilities.verifies)
-            logits = runtime.run(with_adapters(batch, own, adapters)).clone()  # the next step writes over them
+        entries = runtime.adapter_entries(adapters) if isinstance(runtime, ModelRunner) else {}
+        for places in adapted_parts(rows, entries):
+            own, hidden = tuple([rows[place] for place in places]), runtime.mtp_runner is not None
+            batch = decoding_adapted(StepPlan(own), runtime.device, entries, drawn, self._memory, hidden)
+            if batch is None:
+                batch = build(StepPlan(own), runtime.device, hidden=hidden, drawn=drawn, memory=self._memory,
+                              image_rows=self._pictures.rows if self._pictures else None,
+                              verified=runtime.capabilities.verifies)
+                batch = with_adapters(batch, own, adapters)
+            logits = runtime.run(batch)
+            if len(places) == len(rows):
+                return logits
+            logits = logits.clone()  # the next step writes over them
             parts = logits.split([row.logits for row in own])
             found |= dict(zip(places, parts, strict=True))
         return torch.cat([found[place] for place in sorted(found)])
@@ -314,6 +327,28 @@ class Launcher:
             flight.tokens = _sampled_tokens(sampled, flight.raw)
         elif not sampled.landed:
             flight.sampled = _on_host(sampled)
+
+
+def adapted_parts(rows: List[PlannedRow], entries: Mapping[str, int]) -> Iterator[List[int]]:
+    """Yields the places of rows that are computed together: rows without adapters; few rows that decode with adapters
+    of these entries, and with them the former if all fit into one bucket; all other rows."""
+    plain = [place for place, row in enumerate(rows) if not row.adapter]
+    single = [place for place, row in enumerate(rows) if row.adapter in entries and decodes(StepPlan((row,)))]
+    rest = [place for place, row in enumerate(rows) if row.adapter and place not in single]
+    together = StepPlan(tuple([rows[place] for place in sorted(plain + single)]))
+    if single and len(together.rows) <= FEW_ROWS and decodes(together) and has_bucket(together):
+        yield sorted(plain + single)
+    else:
+        unknown = [place for place in single if rows[place].drawn is not None]
+        known = [place for place in single if rows[place].drawn is None]
+        yield from filter(None, (plain, *_fews(unknown), *_fews(known)))
+    if rest:
+        yield rest
+
+
+def _fews(places: List[int]) -> Iterator[List[int]]:
+    for start in range(0, len(places), FEW_ROWS):
+        yield places[start:start + FEW_ROWS]
 
 
 def _adapters(flight: InFlight) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -30,9 +30,10 @@ from deltic.model.decoder import Decoder, Observer
 from deltic.model.mtp_head import MtpHead as MtpHead
 from deltic.model.partial_head import PartialHead
 from deltic.ops import Ops, explain, select
+from deltic.ops.adapters import Adapter
 from deltic.ops.capabilities import Capabilities, can_defer_state_writes, device_capabilities
 from deltic.ops.cpu import has_wide_activations, use_torch_threads
-from deltic.ops.cuda.decode import sharded_step
+from deltic.ops.cuda.decode import DecodeStep, sharded_step
 from deltic.ops.cuda.driver import make_current
 from deltic.ops.cuda.mtp import draft_heads
 from deltic.ops.cuda.sample import sample_parts
@@ -218,7 +219,9 @@ class ModelRunner:
         verifies = fast and may_verify and not self.options.batch_invariant
         defers = verifies and self.config.linear is not None
         self.capabilities = replace(device_capabilities(pools.device), max_verify_rows=FEW_ROWS if verifies else None,
-                                    defer_from=FEW_ROWS + 1 if defers else None)
+                                    defer_from=FEW_ROWS + 1 if defers else None,
+                                    adapts=(fast and isinstance(self.step, DecodeStep)
+                                            and (self.mtp_runner is None or verifies)))
 
     def _draft_head(self) -> MtpRunner | None:
         head, slots = self.mtp, [shard.hidden[0] for shard in self.pools.shards if shard.hidden is not None]
@@ -407,6 +410,7 @@ class ModelRunner:
         found = self.step(batch) if self.step is not None and native else None
         if found is not None:
             return found
+        assert batch.adapter_entries is None, "torch has no table of adapters"
         assert not isinstance(self.step, ShardedStep), "several GPUs do not serve such a batch"
         self.pools.wait()
         decoder = self.decoder
@@ -415,6 +419,20 @@ class ModelRunner:
         hidden = decoder.forward(batch, *self.shard_views, observe=observer)
         logits = decoder.logits(hidden[batch.logit_tokens] if batch.layout.hidden else hidden)
         return logits, hidden if batch.layout.hidden else None
+
+    def adapter_entries(self, adapters: Mapping[str, Adapter]) -> Mapping[str, int]:
+        """Returns the entries of adapters in the table that the GPU's kernels for few tokens read, by the adapters'
+        identities, for the step that is launched next. Torch adds the terms of adapters without an entry."""
+        if not isinstance(self.step, DecodeStep) or not self.capabilities.adapts or self.hooks:
+            return {}
+        found = zip(adapters, self.step.adapter_entries([*adapters.values()]), strict=True)
+        return {identity: entry for identity, entry in found if entry is not None}
+
+    def prepare_adapters(self) -> None:
+        """Compiles the kernels for adapters, so that the first step with one need not wait. Logs if that fails."""
+        why = self.step.why_no_adapters() if isinstance(self.step, DecodeStep) else None
+        if why:
+            log.warning("torch computes all rows with adapters: %s", why)
 
     @property
     def not_adapted(self) -> str | None:

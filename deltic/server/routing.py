@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -118,6 +119,7 @@ def _operation(route: Route, path: str, method: str, schemas: Json) -> Json:
     return operation
 
 
+@cache
 def _schemas(body: type[Fields]) -> Json:
     """Returns the schema of a body and those that it refers to. Other servers' fields are accepted, too."""
     whole: Json = body.model_json_schema(ref_template="#/components/schemas/{model}")

@@ -21,6 +21,11 @@ PackedArgs = _struct_of("PackedArgs", [
     ("data", c_void_p * 4),
     *fields("x scale y", "eps", "tokens total inverse slots slot parts rounds round sums chunk"),
     *((name, c_int * 4) for name in ("kind", "row", "rows", "whole", "rest", "shift"))])
+AddedProductArgs, AddedPackedArgs = (
+    _struct_of(f"Added{given.__name__}", [*given._fields_, *fields("terms entries")])
+    for given in (ProductArgs, PackedArgs))
+ShrinkArgs = _struct("ShrinkArgs", "x scale table entries sums", "eps", "tokens columns stride room")
+ExpandArgs = _struct("ExpandArgs", "table entries sums terms", "", "tokens rows stride room")
 UnpackArgs = _struct("UnpackArgs", "data y", "", "rows columns")
 GdnArgs = _struct(
     "GdnArgs", "proj conv decay dt_bias norm state ring y count starts done source target", "eps",

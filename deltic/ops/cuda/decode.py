@@ -6,19 +6,20 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.ops import Ops
+from deltic.ops.adapters import Adapter
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda import prefill, quantized_product
+from deltic.ops.cuda.adapters import HEAD, AdapterKernels, ProductTerms, StepAdapters, terms_of, why_no_adapters
 from deltic.ops.cuda.card import card_of
 from deltic.ops.cuda.cublas_rows import empty_rows, padded
 from deltic.ops.cuda.driver import load_module, why_not_compiled
+from deltic.ops.cuda.gemv import GemvProducts, columns_of, compact, rows_of
 from deltic.ops.cuda.kernel_config import (
     ADD,
     GATE,
@@ -42,7 +43,7 @@ from deltic.ops.cuda.moe import ALL_REAL, RealTokens
 from deltic.ops.cuda.quantized_moe import experts_of
 from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sample import why_not as why_not_draw
-from deltic.ops.cuda.sliced_product import WHOLE, ColumnSlices, split_of
+from deltic.ops.cuda.sliced_product import split_of
 from deltic.ops.cuda.state_delta_log import NewDeltas, StateDeltaLog, gdn_arguments
 from deltic.ops.cuda.tensor_parallel import PeerExchange, ShardedStep, Shared, add_part, add_rows, alone, part_of
 from deltic.ops.reference import frequency_axis
@@ -164,6 +165,9 @@ class DecodeStep:
         mixtures = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoeWeights)]
         self._experts = experts_of(self._module, shapes.experts, mixtures, self.blocks) if shapes.experts else None
         self._offloaded = _offloaded_layers(decoder)
+        self._adapters: AdapterKernels | None = None
+        self._products = GemvProducts(self._module, shapes, self.blocks, decoder.eps)
+        self.multiply = self._products.multiply
         self.prefill = prefill.PrefillStep(self, shapes, self._device) if reads else None
 
     @property
@@ -176,12 +180,24 @@ class DecodeStep:
 
     def launches(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]] | None:
         """Returns the launches of a step of this device; None for a batch that is not served."""
+        if batch.adapter_entries is not None and (batch.count is None or self._adapters is None):
+            return None
         if batch.count is None:
             return self.prefill.launches(batch) if self.prefill and self.prefill.serves(batch) else None
         tokens = batch.layout.tokens
         if tokens > _MAX_ROWS:
             return None
         return self._gemv_rows(batch) if tokens <= MAX_GEMV_TOKENS else self._gemm_rows(batch)
+
+    def why_no_adapters(self) -> str | None:
+        """Compiles the kernels for adapters. Returns why they cannot be compiled; None if they can."""
+        return why_no_adapters(self._shapes, self._device)
+
+    def adapter_entries(self, adapters: Sequence[Adapter]) -> list[int | None]:
+        """As `AdapterTable.entries_of`; None for all if the kernels cannot be compiled."""
+        if self._adapters is None and self.why_no_adapters() is None:
+            self._adapters = AdapterKernels(self._shapes, len(self.decoder.layers), self.blocks, self._device)
+        return self._adapters.table.entries_of(adapters) if self._adapters else [None] * len(adapters)
 
     def prepare_prompts(self, most: int) -> None:
         """As `PreparesPrompts`."""
@@ -252,25 +268,41 @@ class DecodeStep:
         """Runs all layers on the residual of few tokens; returns the logits."""
         decoder, tokens, residual = self.decoder, buffers.batch.layout.tokens, buffers.residual
         stream, real = self.stream(few=True), _real(buffers.batch)
-        logits = residual.new_empty(tokens, _rows(decoder.head))
-        width = max(max(_rows(_in_proj(layer)), 1) for layer in decoder.layers)
+        logits = residual.new_empty(tokens, rows_of(decoder.head))
+        width = max(max(rows_of(_in_proj(layer)), 1) for layer in decoder.layers)
         proj = residual.new_empty(tokens * width)
-        inner = [_columns(layer.mlp.down) for layer in decoder.layers if isinstance(layer.mlp, MlpWeights)]
+        inner = [columns_of(layer.mlp.down) for layer in decoder.layers if isinstance(layer.mlp, MlpWeights)]
         gated = buffers.y.new_empty(tokens, max(inner, default=1))
-        for layer in decoder.layers:
-            self.multiply(_in_proj(layer), residual, layer.input_norm, proj, STORE)
-            self.mix(layer, buffers, proj, _rows(_in_proj(layer)))
-            yield from self._project_out(layer, buffers)
+        adapters = self._step_adapters(buffers.batch)
+        for index, layer in enumerate(decoder.layers):
+            self._multiply_normed(_in_proj(layer), residual, layer.input_norm, proj, STORE, adapters, index, "mix_in")
+            self.mix(layer, buffers, proj, rows_of(_in_proj(layer)))
+            yield from self._project_out(layer, buffers, adapters, index)
             if isinstance(layer.mlp, MoeWeights):
                 yield from self._add_experts(layer.mlp, layer.post_norm, residual, real)
             elif self._offloaded and layer.dense.pool and layer.dense.pool.layer in self._offloaded.hosted:
                 self._add_host(self._offloaded, layer, residual, real)
             else:
                 with used(stream, layer.dense):
-                    self.multiply(layer.dense.gate_up, residual, layer.post_norm, gated, GATE)
-                    yield from self._add(layer.dense.down, gated, residual, layer.dense.shards)
-        self.multiply(decoder.head, residual, decoder.norm, logits, STORE)
+                    self._multiply_normed(layer.dense.gate_up, residual, layer.post_norm, gated, GATE, adapters, index,
+                                          "gate_up")
+                    down = layer.dense.down
+                    terms = terms_of(adapters, index, "down", gated, rows_of(down), columns_of(down))
+                    yield from self._add(down, gated, residual, layer.dense.shards, terms=terms)
+        self._multiply_normed(decoder.head, residual, decoder.norm, logits, STORE, adapters, 0, HEAD)
         return logits
+
+    def _step_adapters(self, batch: Batch) -> StepAdapters | None:
+        """Returns the adapters of a step of few tokens; None if it has none."""
+        if batch.adapter_entries is None or self._adapters is None:
+            return None
+        return self._adapters.begin(batch.adapter_entries, self.decoder.eps)
+
+    def _multiply_normed(self, weight: object, residual: Tensor, norm: Tensor, y: Tensor, out: int,
+                         adapters: StepAdapters | None, layer: int, name: str) -> None:
+        """Multiplies the normed residual of few tokens with a weight, and adds the terms of adapters to the product."""
+        terms = terms_of(adapters, layer, name, residual, rows_of(weight), columns_of(weight), norm)
+        self.multiply(weight, residual, norm, y, out, terms=terms)
 
     def stream(self, few: bool) -> LayerStream | None:
         """Begins the copies of a step with feed-forwards in host memory. few: the host computes its own."""
@@ -289,7 +321,7 @@ class DecodeStep:
     def _add_experts(self, weights: MoeWeights, norm: Tensor, residual: Tensor, real: RealTokens) -> Shared[None]:
         """Adds the mixture of few tokens to the residual. norm [H]: scale of the norm before it."""
         assert self._experts
-        logits = residual.new_empty(len(residual), _rows(weights.router))
+        logits = residual.new_empty(len(residual), rows_of(weights.router))
         self.multiply(weights.router, residual, norm, logits, STORE)
         part = part_of(residual, weights.shards)
         self._experts.gemv_rows(weights, residual, norm, self.decoder.eps, logits, real, part)
@@ -299,64 +331,34 @@ class DecodeStep:
         if buffers.new_deltas and self.delta_log:
             self.delta_log.end(buffers.batch, buffers.new_deltas)
 
-    def _project_out(self, layer: DecoderLayer, buffers: _DecodeBuffers) -> Shared[None]:
-        """Adds the output projection of the mixer to the residual."""
+    def _project_out(self, layer: DecoderLayer, buffers: _DecodeBuffers, adapters: StepAdapters | None, index: int
+                     ) -> Shared[None]:
+        """Adds the output projection of the mixer to the residual. index: of the layer."""
         mixer, weight, residual, shards = layer.mixer, _out_proj(layer), buffers.residual, layer.mixer.shards
+        terms = terms_of(adapters, index, "mix_out", buffers.y, rows_of(weight), columns_of(weight))
         if not isinstance(mixer, GdnWeights):
-            return (yield from self._add(weight, buffers.y, residual, shards))
+            return (yield from self._add(weight, buffers.y, residual, shards, terms=terms))
         if not self.splits_heads(mixer.spec, buffers):
-            return (yield from self._add(weight, buffers.y, residual, shards, mixer.spec))
+            return (yield from self._add(weight, buffers.y, residual, shards, mixer.spec, terms))
         spec, parts = mixer.spec, self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:
             product = quantized_product.product_of(parts, False, summed(shards), self.blocks, spec.value_dim,
                                                    gdn_slice(spec, "few", shards), split_of(shards, spec))
         else:
-            product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks), self._shapes.card, shards)
+            product = heads_product(spec, unit_of(rows_of(weight), ADD, self.blocks), self._shapes.card, shards)
         part = part_of(residual, shards)
-        self._launch(product, weight, len(residual), x=buffers.core, scale=None, y=part, eps=spec.eps)
+        self._products.launch(product, weight, len(residual), self._module, x=buffers.core, scale=None, y=part,
+                              eps=spec.eps)
         yield from add_part(part, residual)
 
-    def _add(self, weight: object, x: Tensor, residual: Tensor, shards: int, spec: GdnSpec | None = None
-             ) -> Shared[None]:
+    def _add(self, weight: object, x: Tensor, residual: Tensor, shards: int, spec: GdnSpec | None = None,
+             terms: ProductTerms | None = None) -> Shared[None]:
         """Adds the product of few tokens x [T, columns] with a weight whose columns `shards` devices have parts of to
         the residual. spec: as in `split_of`."""
         part = part_of(residual, shards)
-        self.multiply(weight, x, None, part, summed(shards), split_of(shards, spec))
+        self.multiply(weight, x, None, part, summed(shards), split_of(shards, spec), terms)
         yield from add_part(part, residual)
-
-    def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int,
-                 split: ColumnSlices = WHOLE) -> None:
-        """Multiplies few tokens x [T, columns] with a weight. scale: of the norm before it, if any. out: STORE, ADD,
-        GATE or PART, to y. split: of the columns, with ADD and PART."""
-        parts = self._shapes.parts.get(id(weight))
-        product: Multiply | PackedMultiply
-        if parts:
-            product = quantized_product.product_of(parts, scale is not None, out, self.blocks, split=split)
-        else:
-            unit = unit_of(_rows(weight), out, self.blocks)
-            product = Multiply(_columns(weight), scale is not None, out, unit, split=split, card=self._shapes.card)
-        tokens, launches = len(x), -(-len(x) // product.most)
-        if launches > 1:
-            x = _compact(x, tokens, _columns(weight))
-            y = _compact(y, tokens, _rows(weight) // (2 if out == GATE else 1))
-        for first, end in pairwise(tokens * index // launches for index in range(launches + 1)):
-            part = slice(first, end)
-            self._launch(product, weight, end - first, x=x[part], scale=scale, y=y[part], eps=self.decoder.eps)
-
-    def _launch(self, product: Multiply | PackedMultiply, weight: object, tokens: int, **values: Any) -> None:
-        blocks = self.blocks
-        if isinstance(product, PackedMultiply):
-            parts = self._shapes.parts[id(weight)]
-            return quantized_product.launch(self._module, product, parts, tokens, blocks, **values)
-        rows = _rows(weight)
-        units = -(-rows // product.unit)
-        units_of_block = -(-units // blocks)
-        group = product.group(tokens, units_of_block)
-        slots, shared = product.shared(tokens, group, units_of_block)
-        self._module.launch(product.name(tokens), (blocks,), WARPS * 32 + 32, args.ProductArgs(
-            weight=weight, tokens=tokens, rows=rows, whole=units // blocks, rest=units % blocks, group=group,
-            inverse=65536 // tokens + 1, slots=slots, **values), shared)
 
     # Mixers
 
@@ -396,6 +398,8 @@ class DecodeStep:
         tokens = len(buffers.residual)
         if buffers.over_log or buffers.kind != "few" or tokens > MAX_SPLIT_HEAD_TOKENS:
             return False
+        if buffers.batch.adapter_entries is not None:
+            return False  # the kernels for adapters read whole heads
         slices = spec.values // gdn_slice(spec, "few", self._shapes.shards)
         return slices * tokens <= 2 * self.blocks
 
@@ -422,7 +426,7 @@ class DecodeStep:
             proj = self.linear(self.normed(residual, delta, layer.input_norm), _in_proj(layer))
             self.mix(layer, buffers, proj, proj.shape[1])
             weight = _out_proj(layer)
-            mixed = _compact(buffers.y, len(proj), _columns(weight))
+            mixed = compact(buffers.y, len(proj), columns_of(weight))
             delta = yield from self.row_parallel(mixed, weight, residual)
             delta = yield from self.feed_forward(layer, residual, delta, stream, _real(batch))
         self.end(buffers)
@@ -502,7 +506,7 @@ class DecodeStep:
         weight = self.decoder.head
         if isinstance(weight, Tensor) or len(x) > MAX_GEMV_TOKENS:
             return self.linear(x, weight, torch.float32)
-        logits = torch.empty(len(x), _rows(weight), device=self._device)
+        logits = torch.empty(len(x), rows_of(weight), device=self._device)
         if len(x):
             self.multiply(weight, x, None, logits, STORE)
         return logits
@@ -528,11 +532,6 @@ def _offloaded_layers(decoder: DecoderWeights) -> LayerStore | None:
     return store
 
 
-def _compact(memory: Tensor, tokens: int, width: int) -> Tensor:
-    """Returns the leading [tokens, width] elements of a tensor that may have been allocated for wider rows."""
-    return memory.view(-1)[:tokens * width].view(tokens, width)
-
-
 def _real(batch: Batch) -> RealTokens:
     return RealTokens(batch.count, batch.starts) if batch.count is not None else ALL_REAL
 
@@ -543,14 +542,6 @@ def _in_proj(layer: DecoderLayer) -> object:
 
 def _out_proj(layer: DecoderLayer) -> object:
     return layer.mixer.out_proj if isinstance(layer.mixer, GdnWeights) else layer.mixer.o_proj
-
-
-def _rows(weight: Any) -> int:
-    return sum(map(len, weight)) if isinstance(weight, tuple) else int(weight.shape[0])
-
-
-def _columns(weight: Any) -> int:
-    return int((weight[0] if isinstance(weight, tuple) else weight).shape[1])
 
 
 def _frequencies(rope: RopeSpec, device: torch.device) -> tuple[Tensor, Tensor]:

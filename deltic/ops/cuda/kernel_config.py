@@ -61,6 +61,7 @@ class Multiply:
     head, slice: columns of a value head and of a slice of one, if the input is the outputs of split heads, which the
         product norms and gates.
     split: of the columns, with ADD and PART.
+    terms: what adapters add is added to the sums (kernels/lora.cuh).
     """
 
     columns: int
@@ -71,6 +72,7 @@ class Multiply:
     slice: int = 0
     split: ColumnSlices = WHOLE
     card: Card = field(default_factory=default_card)
+    terms: bool = False
 
     @property
     def most(self) -> int:
@@ -101,7 +103,7 @@ class Multiply:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
         out = ("store", "add", "gate", "part")[self.out]
         name = f"product_{self.columns}_{kind}_{out}_{self.unit}_{'many' if tokens > PLAIN_MMA_TOKENS else 'few'}"
-        return name + self.split.suffix * self._sliced
+        return name + self.split.suffix * self._sliced + "_terms" * self.terms
 
     def source(self, tokens: int, limits_registers: bool = False) -> str:
         """Returns the kernel's CUDA source."""
@@ -110,12 +112,13 @@ class Multiply:
         resident = self.card.resident(TWO_BLOCKS_SHARED_BYTES)
         limited = limits_registers and not several and resident > 1
         threads = BOUND_FOR_72_REGISTERS if limited else WARPS * 32 + 32
-        call = f"product<{self.columns}, {norm}, {self.out}, {fours}, {self.unit}>"
+        type, more = ("AddedProduct", ", true") if self.terms else ("Product", "")
+        call = f"product<{self.columns}, {norm}, {self.out}, {fours}, {self.unit}{more}>"
         if self._sliced:
             call = (f"sliced<{self.columns}, {self.out}, {fours}, {self.unit}, {self.head}, {self.slice}, "
-                    f"{self.split.slices}, {self.split.runs}, {str(self._shape(tokens).short).lower()}>")
+                    f"{self.split.slices}, {self.split.runs}, {str(self._shape(tokens).short).lower()}{more}>")
         return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
-                f"(const __grid_constant__ Product a) {{ {call}(a); }}\n"
+                f"(const __grid_constant__ {type} a) {{ {call}(a); }}\n"
                 + self._shape(tokens).check * self._sliced)
 
     def group(self, tokens: int, units: int) -> int:
@@ -222,7 +225,7 @@ class Shapes:
             files += self.experts.files
         if self.host:
             files += ["experts", "beside"]
-        text = [state_header(self.state), headers(*files), *self._products()]
+        text = [state_header(self.state), headers(*files), *self.product_sources()]
         text += [entry(name, type, "256", name) for name, type in (
             ("enter", "Enter"), ("add_norm", "AddNorm"), ("gate", "Gate"))]
         for kind, number in ((kind, KINDS[kind].number) for kind in sorted(self.kinds)):
@@ -249,7 +252,7 @@ class Shapes:
         """True if a multiprocessor has room for one state in shared memory only."""
         return self.card.resident(gdn.key_dim * gdn.value_dim * 4 + (16 << 10)) == 1
 
-    def _products(self) -> list[str]:
+    def product_sources(self) -> list[str]:
         """Each kernel once: one kernel serves several numbers of tokens."""
         text: dict[str, None] = {}
         for product in self.products:

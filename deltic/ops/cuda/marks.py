@@ -18,6 +18,7 @@ OPERATORS = {
     "sample": r"k_choose",
     "gdn_mixer": r"k_(gdn|delta|fold|append|prompt_conv|prompt_ring|gated_norm|copy_slot)",
     "attention_mixer": r"k_(attention|prompt_heads|prompt_gate|combine)|.*(flash|fmha|sdpa|softmax)",
+    "adapters": r"k_(shrink|expand)",
     "moe": r"k_(experts|packed_gate|packed_down|grouped|group|route|rows|stack|tiles|unpack_experts|ask_host|add_host)",
     "embed": r"k_(enter|numbers|cursors|row_keys)",
     "add_norm": r"k_add_norm",

@@ -62,7 +62,7 @@ class PackedMultiply:
 
     columns: of the weight. norm: the input is RMS-normed first. out: STORE, ADD, GATE or PART (kernel_config).
     kinds: tile formats. parts: of the weight. high: units that are multiplied at once, for few tokens.
-    head, slice, split: as in `kernel_config.Multiply`.
+    head, slice, split, terms: as in `kernel_config.Multiply`.
     """
 
     columns: int
@@ -75,6 +75,7 @@ class PackedMultiply:
     slice: int = 0
     split: ColumnSlices = WHOLE
     card: Card = field(default_factory=default_card)
+    terms: bool = False
 
     @property
     def most(self) -> int:
@@ -118,16 +119,17 @@ class PackedMultiply:
         out, tiles = ("store", "add", "gate", "part")[self.out], "_".join(sorted(self.kinds)).lower()
         return (f"packed_{self.columns}_{kind}_{out}_{tiles}_{_class(tokens, self.kinds)}"
                 f"{'_high' * (self._high(tokens) - 1)}{'_chunked' * self._chunked(tokens)}"
-                f"{self.split.suffix * self._sliced}")
+                f"{self.split.suffix * self._sliced}{'_terms' * self.terms}")
 
     def source(self, tokens: int) -> str:
         kinds = sum(1 << KINDS[kind].number for kind in self.kinds)
         resident = self.card.resident(TWO_BLOCKS_SHARED_BYTES)
         threads = BOUND_FOR_72_REGISTERS if tokens == 1 and resident > 1 else WARPS * 32 + 32
+        type, more = ("AddedPacked", ", true") if self.terms else ("Packed", "")
         return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
-                f"(const __grid_constant__ Packed a) {{ packed<{self.columns}, {str(self.norm).lower()}, {self.out}, "
+                f"(const __grid_constant__ {type} a) {{ packed<{self.columns}, {str(self.norm).lower()}, {self.out}, "
                 f"{_class(tokens, self.kinds)}, {kinds}, {self._high(tokens)}, {self.head}, {self.slice}, "
-                f"{str(self._chunked(tokens)).lower()}, {self.split.slices}, {self.split.runs}>(a); }}\n"
+                f"{str(self._chunked(tokens)).lower()}, {self.split.slices}, {self.split.runs}{more}>(a); }}\n"
                 f"static_assert(kept_sums({self.split.slices}, {self.split.runs}) == {self._kept_slices});\n")
 
     @property
@@ -253,7 +255,7 @@ def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head
 
 def launch(module: Module, product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, blocks: int,
            **values: Any) -> None:
-    """values: x, scale, y and eps of `arguments.PackedArgs`."""
+    """values: x, scale, y and eps of `arguments.PackedArgs`, or those of `arguments.AddedPackedArgs`."""
     plan, filled = arguments(product, parts, tokens, blocks, **values)
     module.launch(product.name(tokens), (blocks,), WARPS * 32 + 32, filled, plan.shared)
 
@@ -267,7 +269,7 @@ def arguments(product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, bl
     plan = product.plan(tokens, tuple(w + (r > 0) for w, r in zip(whole, rest, strict=True)))
     row = [0 if gate else sum(part.rows for part in parts[:index]) for index in range(len(parts))]
     total = parts[0].rows if gate else sum(part.rows for part in parts)
-    return plan, args.PackedArgs(
+    return plan, (args.AddedPackedArgs if product.terms else args.PackedArgs)(
         data=_four([part.data.data_ptr() for part in parts]), tokens=tokens, total=total,
         inverse=65536 // tokens + 1, slots=plan.slots, slot=plan.slot, parts=len(parts), rounds=plan.rounds,
         round=plan.round, sums=plan.sums, chunk=plan.chunk, kind=_four([part.kind.number for part in parts]),

@@ -430,7 +430,18 @@ DEVICE constexpr int kept_sums(int slices, int runs) {
 // TOKENS: up to 1, 4, 8 or 16. KINDS: bits of the kinds that the parts may have. HIGH: units that are multiplied at once, 1 or 2:
 // the tensor cores have 16 rows. CHUNKED: x is staged chunk by chunk, because it does not fit as a whole. A token's sums are
 // made in the same order all the same. SLICES, RUNS: as in sliced.cuh.
-template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE, bool CHUNKED, int SLICES, int RUNS>
+// With what adapters add, as `AddedProduct` has it: [T, total], of gate and up [T, 2 * total].
+struct AddedPacked : Packed {
+    const float *terms;
+    const i64 *entries;
+};
+// A number of a product with its term. place: of the number in terms.
+DEVICE float with_term(const AddedPacked &a, float v, int token, i64 place) {
+    const float term = load(a.terms + place);
+    return a.entries[token] < 0 ? v : __fadd_rn(v, term);
+}
+template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE, bool CHUNKED, int SLICES, int RUNS,
+          bool TERMS = false>
 struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TOKENS == 1> {
     using Base = Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TOKENS == 1>;
     using Base::tokens, Base::a, Base::tid, Base::warp, Base::lane, Base::lines, Base::WARPS, Base::FIXED;
@@ -804,7 +815,15 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
                 const float *const own = from + slot * each + token * 8 + n;
                 const float v = sum(own, before + o, total) * f;
                 if (!last) continue;
-                if constexpr (OUT == kGate) ((u16 *)a.y)[to] = narrow(silu(v) * (sum(own + count * each) * f));
+                if constexpr (TERMS) {
+                    const auto &added = static_cast<const AddedPacked &>(a);
+                    const float sum_of_row = with_term(added, v, token, OUT == kGate ? to + i64(token) * a.total : to);
+                    if constexpr (OUT == kGate) {
+                        const float up = __fmul_rn(sum(own + count * each), f);
+                        const i64 place = to + i64(token + 1) * a.total;
+                        ((u16 *)a.y)[to] = narrow(silu(sum_of_row) * with_term(added, up, token, place));
+                    } else ((float *)a.y)[to] = OUT == kAdd ? old + sum_of_row : sum_of_row;
+                } else if constexpr (OUT == kGate) ((u16 *)a.y)[to] = narrow(silu(v) * (sum(own + count * each) * f));
                 else ((float *)a.y)[to] = OUT == kAdd ? old + v : v;
             }
             from += count * each, before += KEPT * total;
@@ -838,10 +857,11 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     }
 };
 
-template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE, bool CHUNKED, int SLICES, int RUNS>
+template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE, bool CHUNKED, int SLICES, int RUNS,
+          bool TERMS = false>
 DEVICE void packed(const Packed &a) {
     extern __shared__ __align__(128) char shared[];
-    PackedMultiplier<K, NORM, OUT, TOKENS, KINDS, HIGH, HEAD, SLICE, CHUNKED, SLICES, RUNS> m(a, shared);
+    PackedMultiplier<K, NORM, OUT, TOKENS, KINDS, HIGH, HEAD, SLICE, CHUNKED, SLICES, RUNS, TERMS> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
     if (NORM && m.tid * 32 < K) prefetch(a.scale + m.tid * 32);
     m.keep_parts();

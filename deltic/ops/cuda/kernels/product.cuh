@@ -21,8 +21,14 @@ struct Product {
     int slots;         // of the ring, at least 2
 };
 
-// OUT: kStore or kGate. FOURS: of tokens, at most.
-template <int K, bool NORM, int OUT, int FOURS, int ROWS>
+// With what adapters add to the product of each token that has one (lora.cuh). The product itself is rounded as always.
+struct AddedProduct : Product {
+    const float *terms;  // [T, rows]
+    const i64 *entries;  // [T], negative: the token has none
+};
+
+// OUT: kStore or kGate. FOURS: of tokens, at most. TERMS: the arguments are an `AddedProduct`.
+template <int K, bool NORM, int OUT, int FOURS, int ROWS, bool TERMS = false>
 struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
     using Base = Input<Product, K, NORM, 0, 0, kPaired>;
     using Base::a, Base::tid, Base::warp, Base::lane, Base::xs, Base::WARPS;
@@ -196,6 +202,46 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
                 ((float *)a.y)[i64(token) * a.rows + column] = v;
         }
     }
+    // The same with terms. Those of several numbers are on their way before one of them is waited for.
+    DEVICE void finish_with_terms(int i, int units, const float *from) {
+        constexpr int AHEAD = 4, STEP = WARPS * 32;
+        const auto &added = static_cast<const AddedProduct &>(a);
+        const int count = units * a.tokens * WIDTH, half = a.rows / 2;
+        for (int first = tid; first < count; first += AHEAD * STEP) {
+            float term[AHEAD] = {}, up_term[AHEAD] = {};
+            int column[AHEAD], token[AHEAD], slot[AHEAD];
+            bool exists[AHEAD];
+#pragma unroll
+            for (int e = 0; e < AHEAD; ++e) {
+                const int o = first + e * STEP;
+                slot[e] = (o / WIDTH * a.inverse) >> 16, token[e] = o / WIDTH - slot[e] * a.tokens;
+                column[e] = (blockIdx.x + (i + slot[e]) * gridDim.x) * WIDTH + o % WIDTH;
+                exists[e] = o < count && column[e] < (OUT == kGate ? half : a.rows);
+                if (exists[e]) {
+                    const float *const place = added.terms + i64(token[e]) * a.rows + column[e];
+                    term[e] = load(place);
+                    if (OUT == kGate) up_term[e] = load(place + half);
+                }
+            }
+#pragma unroll
+            for (int e = 0; e < AHEAD; ++e) {
+                if (!exists[e]) continue;
+                const int n = (first + e * STEP) % WIDTH;
+                const float *const part = from + slot[e] * (WARPS * 8) * a.tokens;
+                const float f = !NORM ? 1.f : a.tokens == 1 ? alone : this->factor(token[e]);
+                const bool adapted = added.entries[token[e]] >= 0;
+                float v = __fmul_rn(sum(part, token[e], n), f);
+                if (adapted) v = __fadd_rn(v, term[e]);
+                if constexpr (OUT == kGate) {
+                    float up = __fmul_rn(sum(part, token[e], n + WIDTH), f);
+                    if (adapted) up = __fadd_rn(up, up_term[e]);
+                    ((u16 *)a.y)[i64(token[e]) * half + column[e]] = narrow(silu(v) * up);
+                } else {
+                    ((float *)a.y)[i64(token[e]) * a.rows + column[e]] = v;
+                }
+            }
+        }
+    }
     DEVICE void run() {
         const int each = (WARPS * 8) * a.tokens;
         uint2 held[LOADS];
@@ -206,15 +252,19 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
             float *to = partial + turn * a.group * each;
             multiply_units(units, to, held);
             this->meet();
-            finish(i, units, to);
+            if constexpr (TERMS) {
+                finish_with_terms(i, units, to);
+            } else {
+                finish(i, units, to);
+            }
         }
     }
 };
 
 // Blocks of 8 warps that multiply and one that copies.
-template <int K, bool NORM, int OUT, int FOURS, int ROWS> DEVICE void product(const Product &a) {
+template <int K, bool NORM, int OUT, int FOURS, int ROWS, bool TERMS = false> DEVICE void product(const Product &a) {
     extern __shared__ __align__(128) char shared[];
-    Multiplier<K, NORM, OUT, FOURS, ROWS> m(a, shared);
+    Multiplier<K, NORM, OUT, FOURS, ROWS, TERMS> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
     if (NORM && m.tid * 32 < K) prefetch(a.scale + m.tid * 32);
     __syncthreads();

@@ -54,7 +54,7 @@ template <int K, int SLICES, int RUNS, int ROWS, bool SHORT> struct SliceShape {
 
 // OUT: kAdd: y is added to; kPart: the sum of the device's slices is written to y. The other parameters are those of
 // `Multiplier`.
-template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT>
+template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT, bool TERMS = false>
 struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
     using Base = Input<Product, K, false, HEAD, SLICE, kPaired>;
     using Base::a, Base::tid, Base::warp, Base::lane, Base::xs, Base::WARPS;
@@ -64,8 +64,9 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
     int count, lap = 0, slot = 0;
     u32 barriers, ring, input;     // input: a lane's column of x in the first group
     float *partial;                // [2, group, SLICES, T, ROWS]
-    float old = 0;
+    float old = 0, term = 0;
 
+    DEVICE const AddedProduct &added() const { return static_cast<const AddedProduct &>(a); }
     DEVICE SlicedMultiplier(const Product &args, char *shared) : Base(args, (float *)(shared + 512)) {
         count = a.whole + (blockIdx.x < a.rest);
         xs = shared + 1024 + a.slots * SLOT;
@@ -199,6 +200,10 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
                 for (int i = 0; i < SLICES; i += 2 * apart) v[i] += v[i + apart];
             if (float *const y = place_in_y(first, number)) {
                 if (OUT == kAdd && (first || number != tid)) old = load(y);
+                if constexpr (TERMS) {
+                    if (first || number != tid) term = load(added().terms + (y - (float *)a.y));
+                    if (added().entries[number / ROWS - unit * a.tokens] >= 0) v[0] = __fadd_rn(v[0], term);
+                }
                 *y = OUT == kAdd ? old + v[0] : v[0];
             }
         }
@@ -213,17 +218,21 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
             finish(unit, units, to);
         }
     }
-    // What a thread's first sum is added to.
+    // What a thread's first sum is added to, and its term.
     DEVICE void load_first() {
         if (tid < min(a.group, count) * a.tokens * ROWS)
-            if (float *const y = place_in_y(0, tid)) old = load(y);
+            if (float *const y = place_in_y(0, tid)) {
+                old = load(y);
+                if constexpr (TERMS) term = load(added().terms + (y - (float *)a.y));
+            }
     }
 };
 
 // Blocks of 8 warps that multiply and one that copies.
-template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT> DEVICE void sliced(const Product &a) {
+template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT, bool TERMS = false>
+DEVICE void sliced(const Product &a) {
     extern __shared__ __align__(128) char shared[];
-    SlicedMultiplier<K, OUT, FOURS, ROWS, HEAD, SLICE, SLICES, RUNS, SHORT> m(a, shared);
+    SlicedMultiplier<K, OUT, FOURS, ROWS, HEAD, SLICE, SLICES, RUNS, SHORT, TERMS> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
     m.slot = m.warp / m.JOINED;
     __syncthreads();

@@ -1,0 +1,81 @@
+"""Products of up to 16 tokens with the weights of a model, by kernels of our own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from deltic.ops.cuda import arguments as args
+from deltic.ops.cuda import quantized_product
+from deltic.ops.cuda.adapters import ProductTerms
+from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.kernel_config import GATE, Multiply, Shapes, unit_of
+from deltic.ops.cuda.layout import WARPS
+from deltic.ops.cuda.quantized_product import PackedMultiply
+from deltic.ops.cuda.sliced_product import WHOLE, ColumnSlices
+
+
+class GemvProducts:
+    """The products of one model. blocks: of a kernel. eps: of the norms."""
+
+    def __init__(self, module: Module, shapes: Shapes, blocks: int, eps: float) -> None:
+        self._module, self._shapes, self._blocks, self._eps = module, shapes, blocks, eps
+
+    def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int,
+                 split: ColumnSlices = WHOLE, terms: ProductTerms | None = None) -> None:
+        """Multiplies few tokens x [T, columns] with a weight. scale: of the norm before it, if any. out: STORE, ADD,
+        GATE or PART, to y. split: of the columns, with ADD and PART. terms: are added to the product."""
+        parts = self._shapes.parts.get(id(weight))
+        product: Multiply | PackedMultiply
+        if parts:
+            product = quantized_product.product_of(parts, scale is not None, out, self._blocks, split=split)
+        else:
+            unit = unit_of(rows_of(weight), out, self._blocks)
+            product = Multiply(columns_of(weight), scale is not None, out, unit, split=split, card=self._shapes.card)
+        if terms:
+            product = replace(product, terms=True)
+        tokens, launches = len(x), -(-len(x) // product.most)
+        if launches > 1:
+            x = compact(x, tokens, columns_of(weight))
+            y = compact(y, tokens, rows_of(weight) // (2 if out == GATE else 1))
+        for first, end in pairwise(tokens * index // launches for index in range(launches + 1)):
+            part = slice(first, end)
+            values = {"x": x[part], "scale": scale, "y": y[part], "eps": self._eps}
+            if terms:
+                self.launch(product, weight, end - first, terms.module, **values, **terms.arguments(part))
+            else:
+                self.launch(product, weight, end - first, self._module, **values)
+
+    def launch(self, product: Multiply | PackedMultiply, weight: object, tokens: int, module: Module, **values: Any
+               ) -> None:
+        """Launches a product of so many tokens. values: members of `arguments.ProductArgs`, or of
+        `arguments.AddedProductArgs`, that do not follow from the weight."""
+        blocks = self._blocks
+        if isinstance(product, PackedMultiply):
+            parts = self._shapes.parts[id(weight)]
+            return quantized_product.launch(module, product, parts, tokens, blocks, **values)
+        rows = rows_of(weight)
+        units = -(-rows // product.unit)
+        units_of_block = -(-units // blocks)
+        group = product.group(tokens, units_of_block)
+        slots, shared = product.shared(tokens, group, units_of_block)
+        arguments = args.AddedProductArgs if product.terms else args.ProductArgs
+        module.launch(product.name(tokens), (blocks,), WARPS * 32 + 32, arguments(
+            weight=weight, tokens=tokens, rows=rows, whole=units // blocks, rest=units % blocks, group=group,
+            inverse=65536 // tokens + 1, slots=slots, **values), shared)
+
+
+def compact(memory: Tensor, tokens: int, width: int) -> Tensor:
+    """Returns the leading [tokens, width] elements of a tensor that may have been allocated for wider rows."""
+    return memory.view(-1)[:tokens * width].view(tokens, width)
+
+
+def rows_of(weight: Any) -> int:
+    return sum(map(len, weight)) if isinstance(weight, tuple) else int(weight.shape[0])
+
+
+def columns_of(weight: Any) -> int:
+    return int((weight[0] if isinstance(weight, tuple) else weight).shape[1])
