@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import four_bit_files
 from common import ROOT, Answer, Worker, environment, record, spread, work
 
 if TYPE_CHECKING:
@@ -203,6 +205,42 @@ def _four_bits(args: argparse.Namespace) -> None:
         worker.close()
 
 
+def _checkpoints(args: argparse.Namespace) -> None:
+    """Peak memory of the 0.8b shape in 4-bit files of several tools beyond that of the imports: after the load, after a
+    short prompt and after one that fills a step. The pages of the cache that were used do not count."""
+    from deltic.config import ModelConfig
+
+    config = ModelConfig.preset("qwen3.5-0.8b", 4 if args.quick else None)
+    for kind in ("nvfp4",) if args.quick else four_bit_files.KINDS:
+        with TemporaryDirectory() as place:
+            size = four_bit_files.write(Path(place), config, kind) / (1 << 20)
+            worker = Worker(__file__, {"model": None, "place": place, "threads": args.threads, "max_batch": 1,
+                                       "max_context": 1024, "memory": "64MiB", "speculate": "off"})
+            peaks = {"loaded": worker.ready["loaded_mib"]}
+            for tokens in (8, 512):
+                found = worker.ask({"prompt_tokens": tokens, "new_tokens": 8, "batch": 1})
+                peaks[f"prompt_{tokens}"] = found["peak_mib"] - found["cache_mib"]
+            worker.close()
+        figures = {name: round(peak - worker.ready["imported_mib"], 1) for name, peak in peaks.items()}
+        record("engine", {"task": "checkpoints", "kind": kind, "unit": "MiB", "layers": config.num_hidden_layers,
+                          "file": round(size, 1), **worker.ready, **figures,
+                          "over_file": {name: round(peak / size, 4) for name, peak in figures.items()}})
+
+
+def _cache_mib(llm: LLM) -> float:
+    """The pages in memory of the mapping that has keys, values and states."""
+    from deltic.cache.tensors import CachePools
+
+    pools, inside = llm.runtime.cache.pools, False
+    assert isinstance(pools, CachePools)
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= pools.keys.data_ptr() < int(bounds[2], 16)
+        elif inside and line.startswith("Rss:"):
+            return int(line.split()[1]) / 1024
+    raise AssertionError
+
+
 def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     from dataclasses import asdict
 
@@ -212,12 +250,14 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     from deltic.cli.bench import Case, trial
     from deltic.cli.inspect import weight_bytes
     from deltic.cli.output import peak_memory_mib
+    from deltic.runner.model_runner import ModelRunner
 
     imported, seeds = peak_memory_mib(), count()
     model = RandomModel(settings["model"], settings["layers"]) if settings["model"] else None
-    llm = LLM(model, dtype="bfloat16", threads=settings["threads"], max_batch=settings["max_batch"],
-              max_context=settings["max_context"], speculate=settings.get("speculate", "auto"),
-              quant=settings.get("quant", "none"), device=settings.get("device", "auto"))
+    llm = LLM(settings.get("place", model), dtype="bfloat16", threads=settings["threads"],
+              max_batch=settings["max_batch"], max_context=settings["max_context"],
+              speculate=settings.get("speculate", "auto"), quant=settings.get("quant", "none"),
+              memory=settings.get("memory"), device=settings.get("device", "auto"))
     adapters = _random_adapters(llm, settings["rank"]) if "rank" in settings else []
 
     def answer(task: dict[str, Any]) -> dict[str, Any]:
@@ -226,10 +266,13 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
         if outside:
             return llm.worker.call(lambda engine: _outside(engine, case, next(seeds)))
         run = llm.worker.call(lambda engine: trial(engine, case, next(seeds), own))
-        return {**asdict(run), "peak_mib": round(peak_memory_mib(), 1)}
+        return {**asdict(run), "peak_mib": round(peak_memory_mib(), 1),
+                **({"cache_mib": round(_cache_mib(llm), 1)} if "place" in settings else {})}
+    assert isinstance(llm.runtime, ModelRunner)
     weights = weight_bytes(llm.runtime.config, "bfloat16", settings.get("quant", "none"))
     card = torch.cuda.get_device_name(llm.runtime.device) if llm.runtime.device.type == "cuda" else None
     return {"weights_mib": round(weights / (1 << 20), 1),
+            "packed_mib": round(llm.runtime.decoder.weight_bytes() / (1 << 20), 1),
             "gpu": card, "threads": llm.runtime.threads, "imported_mib": round(imported, 1),
             "loaded_mib": round(peak_memory_mib(), 1)}, answer
 
@@ -263,7 +306,7 @@ def _outside(engine: Engine, case: Case, seed: int) -> dict[str, float]:
 
 
 TASKS = {"start": _start_up, "speed": _speed, "step": _step, "contexts": _contexts, "memory": _memory,
-         "adapters": _adapters, "four_bits": _four_bits}
+         "adapters": _adapters, "four_bits": _four_bits, "checkpoints": _checkpoints}
 
 if __name__ == "__main__":
     main()

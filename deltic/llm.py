@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 import uuid
 import weakref
 from collections import deque
@@ -23,6 +22,7 @@ from deltic.chat.processor import ChatConfig, ChatProcessor, PreparedRequest, ba
 from deltic.chat.response_format import OutputFormat, as_format
 from deltic.chat.tokenizer import Tokenizer, TokenizerFiles
 from deltic.chat.tool_grammar import AnswerForm, ToolChoice
+from deltic.config import EngineConfig
 from deltic.engine.adapters import open_adapters
 from deltic.engine.arguments import (
     as_messages,
@@ -307,10 +307,10 @@ class LLM:
             raise ConfigError(f"chat_template must be the path of a file, not {show(chat_template)}", "chat_template")
         check_callback(progress, "progress", "(bytes read, bytes in all)", ConfigError)
         chosen = engine_config(options, ["revision", "chat_template", "config", "weights", "lora", *names])
-        runtime = load_any(model, chosen, revision, progress, given=ModelOverrides(config, weights))
-        began, self._chat_processor = time.perf_counter(), _chat_processor(runtime, chat_template, **chat)
-        if self._chat_processor:
-            log.info("%s: tokenizer and chat template read in %.2f s", runtime.name, time.perf_counter() - began)
+        tokenizers = list[Tokenizer]()
+        runtime = load_any(model, chosen, revision, progress, given=ModelOverrides(config, weights),
+                           on_tokenizer=lambda path, texts: tokenizers.append(_tokenizer(path, texts, chosen)))
+        self._chat_processor = _chat_processor(runtime, tokenizers[0], chat_template, **chat) if tokenizers else None
         self.runtime = with_ends(runtime, self._chat_processor.tokenizer if self._chat_processor else None)
         self.adapters = open_adapters(self.runtime, lora)
         self.worker = Worker(Engine(self.runtime))
@@ -544,15 +544,15 @@ class LLM:
         return replace(job, request=request)
 
 
-def _chat_processor(runtime: ModelRunner | ProgramModel, template: str | Path | None, **options: Any
-                    ) -> ChatProcessor | None:
-    if runtime.path is None:
-        return None
-    texts = runtime.tokenizer
-    files = TokenizerFiles(texts.tokenizer, texts.special_tokens, texts.templates) if texts else None
-    given = [Path(name) if name else None for name in (runtime.options.tokenizer, runtime.options.tokenizer_config)]
-    tokenizer = (Tokenizer.from_files(files, runtime.path) if files
-                 else Tokenizer.from_directory(runtime.path, *given))
+def _tokenizer(path: Path, texts: Any, options: EngineConfig) -> Tokenizer:
+    if texts:
+        return Tokenizer.from_files(TokenizerFiles(texts.tokenizer, texts.special_tokens, texts.templates), path)
+    given = [Path(name) if name else None for name in (options.tokenizer, options.tokenizer_config)]
+    return Tokenizer.from_directory(path, *given)
+
+
+def _chat_processor(runtime: ModelRunner | ProgramModel, tokenizer: Tokenizer, template: str | Path | None,
+                    **options: Any) -> ChatProcessor:
     processor = ChatProcessor(tokenizer, read_template(Path(template)) if template else None, notes=runtime.notes,
                               longest=runtime.memory.max_context, limits=runtime.options.limits, vision=runtime.vision,
                               image_urls=runtime.options.allow_image_urls, **options)

@@ -29,7 +29,8 @@ settings.load_profile("deltic")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", help="where the engines of the tests run")
+    parser.addoption("--device", default="cpu", help="where the engines of the tests run; with mlx also engines "
+                     "without a device of their own")
     parser.addoption("--card-memory", type=int, default=22, help="GB of the GPU that a test takes at most: with "
                      "`--numprocesses auto` as many processes run on each as that leaves room for")
 
@@ -66,7 +67,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["DELTIC_TEST_DEVICE"] = config.getoption("--device")
     if config.option.markexpr != "not slow":
         os.environ["DELTIC_TEST_SLOW"] = "1"
-    capabilities.find_device = lambda: "cpu"  # who does not say where runs there, on a machine with a card, too
+    # the default device is that of the option if that is mlx, and the CPU elsewhere, on a machine with a card, too
+    chosen = "mlx" if config.getoption("--device") == "mlx" else "cpu"
+    capabilities.find_device = lambda: chosen
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from reuse_cases import runtime_of
 from speculation_cases import Dictate, EndingAt
-from support import Answers, embedded_runtime, every, numbers, odd_runtime, take
+from support import Answer, Answers, embedded_runtime, every, numbers, odd_runtime, same_scores, take
 from test_ahead import compare_kept, plain, tell
 from test_prefix_tree import tokens_of
 
@@ -122,10 +122,19 @@ def drafted(seed: int, name: str, **params: Any) -> EngineRequest:
     return replace(plain(name, seed, **params), speculate=True)
 
 
-def content(answers: Answers) -> Any:
-    """All of them but how many drafts there were."""
-    return {key: [(event.token, event.finish, event.logprobs) for event in answer.events if event.token is not None
-                  or event.finish] for key, answer in answers.items()}
+def same_answers(found: Answers, wanted: Answers) -> None:
+    """Raises an error unless all is equal but how many drafts there were."""
+    assert found.keys() == wanted.keys()
+    for key, answer in found.items():
+        same_events(answer, wanted[key])
+
+
+def same_events(found: Answer, wanted: Answer) -> None:
+    events, others = ([event for event in answer.events if event.token is not None or event.finish]
+                      for answer in (found, wanted))
+    assert [(each.token, each.finish) for each in events] == [(each.token, each.finish) for each in others]
+    wanted_scores, scores = ([each.logprobs for each in some if each.logprobs] for some in (others, events))
+    same_scores(wanted_scores, scores)
 
 
 def following(requests: list[EngineRequest], answers: Answers, keep: int = 0) -> list[EngineRequest]:
@@ -159,13 +168,13 @@ def test_l6_drafts_behind_drafts_change_nothing(case: str, pattern: str, model: 
     requests, wanted = REQUESTS[case], Engine(runtime_of(MODELS[model](), **limits_of()), overlap=False)
     answers = tell(wanted, requests)
     found = drafting(MODELS[model](), {name: answers[name, 0].tokens for name, _ in answers}, PATTERNS[pattern])
-    assert content(tell(found, requests)) == content(answers)
+    same_answers(tell(found, requests), answers)
     if case != "many":  # of many some have to go, and not at the same time
         compare_kept(found, wanted)
     assert found.stats.async_steps >= (1 if case in SELDOM else found.stats.steps / 3)
     assert found.speculator.drafter, "it has failed"
     again = following(requests, answers)
-    assert content(tell(found, again)) == content(tell(wanted, again))
+    same_answers(tell(found, again), tell(wanted, again))
     if case != "many":
         compare_kept(found, wanted)
 
@@ -181,10 +190,11 @@ def test_an_answer_that_ends_among_right_drafts_leaves_its_own_state(last: int) 
     long = tell(Engine(runtime_of(odd_runtime(), **limits_of()), overlap=False), [drafted(2, "a", max_tokens=60)])
     wanted = Engine(runtime_of(odd_runtime(), **limits_of()), overlap=False)
     answers, found = tell(wanted, requests), drafting(odd_runtime(), {"a": long["a", 0].tokens}, PATTERNS["often"])
-    assert content(tell(found, requests)) == content(answers) and prefixes(found) == prefixes(wanted)
+    same_answers(tell(found, requests), answers)
+    assert prefixes(found) == prefixes(wanted)
     again = following(requests, answers)
     others = tell(found, again)
-    assert content(others) == content(tell(wanted, again))
+    same_answers(others, tell(wanted, again))
     usage = others["a next", 0].last.usage
     assert usage and usage.cached_tokens >= len(requests[0].prompt) + last - 1, "what it has answered is read again"
 
@@ -219,7 +229,7 @@ def test_a_sequence_is_taken_out_while_its_step_is_in_flight(step: int, meddling
         tokens = answers[name, choice].tokens
         assert answer.tokens == (tokens[:len(answer.tokens)] if (name, meddling) == ("a", "abort") else tokens)
     again = following(requests, others)
-    assert content(tell(found, again)) == content(tell(wanted, again))
+    same_answers(tell(found, again), tell(wanted, again))
 
 
 PARAMS: list[dict[str, Any]] = [
@@ -276,13 +286,12 @@ def test_l6_whatever_comes_between(seed: int) -> None:
         found.check()
         step += 1
         assert step < 3000
-    wanted = content(answers)
-    for key, events in content(results).items():
-        assert not results[key].last.error and results[key].last.finish
+    for key, result in results.items():
+        assert not result.last.error and result.last.finish
         if key[0] not in gone:
-            assert events == wanted[key]
-        elif key in wanted:  # the other choices of who is gone may never have begun
-            tokens = results[key].tokens
+            same_events(result, answers[key])
+        elif key in answers:  # the other choices of who is gone may never have begun
+            tokens = result.tokens
             assert tokens == answers[key].tokens[:len(tokens)]
     assert found.speculator.drafter
 
@@ -312,7 +321,8 @@ def test_no_step_reaches_past_the_end_of_an_answer(monkeypatch: pytest.MonkeyPat
     answers = tell(Engine(runtime_of(odd_runtime(), **limits_of()), overlap=False), requests)
     monkeypatch.setattr(Launcher, "launch", launch)
     known = {name: answers[name, 0].tokens for name, _ in answers}
-    assert content(tell(drafting(odd_runtime(), known, PATTERNS["often"]), requests)) == content(answers) and behind
+    same_answers(tell(drafting(odd_runtime(), known, PATTERNS["often"]), requests), answers)
+    assert behind
 
 
 def test_new_request_does_not_wait_for_drafting_ones() -> None:
@@ -326,7 +336,7 @@ def test_new_request_does_not_wait_for_drafting_ones() -> None:
             engine.add(late)
         begun.extend([step] * any(sequence.generated for sequence in engine._sequences.get("late", ())))
 
-    assert content(tell(found, requests, meddle)) == content(answers)
+    same_answers(tell(found, requests, meddle), answers)
     assert found.stats.async_steps > 40 and begun[0] <= 24
 
 
@@ -336,7 +346,7 @@ def test_more_drafts_than_the_ring_takes_twice_wait(depth: int) -> None:
     wanted = Engine(runtime_of(odd_runtime(), **limits_of()), overlap=False)
     answers = tell(wanted, requests)
     found = drafting(odd_runtime(), {"a": answers["a", 0].tokens}, PATTERNS["often"], depth)
-    assert content(tell(found, requests)) == content(answers)
+    same_answers(tell(found, requests), answers)
     assert (found.stats.async_steps > 5) == (2 * depth + 2 <= RING)
 
 

@@ -310,6 +310,7 @@ def test_bytes_on_a_gpu_that_keeps_float8(tmp_path: Path, monkeypatch: pytest.Mo
     write_mixed(tmp_path, config)
     monkeypatch.setattr(weights, "packed_form", lambda options, device: tiles_form("cpu"))
     monkeypatch.setattr(weights, "keeps_float8", lambda *_: True)
+    monkeypatch.setattr(weights, "packs", lambda ops: False)
     files = opened(tmp_path)
     source = weights.OpenedModel("m", config, files.generation, files)
     reader = weights.WeightReader(source, EngineConfig(device="cpu", dtype="bfloat16"), select((), "cpu"), "bfloat16")

@@ -19,18 +19,18 @@ LINES = {
     "cluster": 1725,
     "config": 2050,
     "embeddings": 2600,
-    "engine": 3960,
+    "engine": 3980,
     "export": 3950,
-    "loader": 9220,
+    "loader": 9435,
     "model": 1280,
-    "ops": 14185,
-    "runner": 4485,
+    "ops": 14195,
+    "runner": 4510,
     "server": 8675,
     "spec_decode": 1315,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 323
+FILES_AT_MOST = 324
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

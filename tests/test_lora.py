@@ -237,9 +237,10 @@ def test_tiers_keep_adapters_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "quant": "q4_k"}, {"dtype": "float16"}])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_l6_bit_for_bit_in_other_formats(kind: dict[str, Any], threads: int, tmp_path: Path) -> None:
+    """A promise of the CPU's kernels alone."""
     config = odd_shape(hidden_size=256, intermediate_size=512, head_dim=64, linear=LinearConfig(2, 6, 24, 128, 4))
     runtime = load(RandomModel(shape=config, initializer_range=0.1),
-                   EngineConfig(memory="8MiB", max_batch=8, threads=threads, **kind))
+                   EngineConfig(memory="8MiB", max_batch=8, threads=threads, device="cpu", **kind))
     paths = {str(rank): random_adapter(tmp_path / str(rank), config, rank, rank) for rank in (4, 16, 33)}
     batch = rows([*adapters_of(runtime, paths).values()])
     for chunk in (3, 1 << 20):

@@ -51,6 +51,8 @@ from deltic.spec_decode.draft_length import FixedDraftLength
 needs_mlx = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "linear": LinearConfig(2, 6, 24, 128, 4)}
 """Sizes that can be quantized."""
+
+
 def some(values: Iterable[Any], *quick: Any) -> list[Any]:
     """Marks all values but a few as slow."""
     columns = [value if isinstance(value, tuple) else (value,) for value in values]
@@ -131,24 +133,58 @@ CASES = [grid.Case(*values) for values in (  # type: ignore[arg-type]
     ("mlx, experts", 7, 3, False, False), ("mlx, experts", 64, 8, True, True))]
 
 
+@pytest.fixture
+def on_mlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails a test if MLX did not compute its steps."""
+    from deltic.ops.mlx import step
+
+    steps, whole = list[int](), step._Model.layers_of
+
+    def counted(model: Any, x: Any, *arguments: Any) -> Any:
+        steps.append(len(x))
+        return whole(model, x, *arguments)
+
+    monkeypatch.setattr(step._Model, "layers_of", counted)
+    yield
+    assert len(steps) >= ANSWER // 4, "another backend computed the steps"
+
+
+def test_grid_has_every_axis() -> None:
+    """Batches, chunks, preemption and aborts; the cache and both tiers; drafts."""
+    assert {case.batch for case in CASES} == set(grid.BATCHES) and {case.budget for case in CASES} == set(grid.BUDGETS)
+    assert {(case.squeezed, case.aborted) for case in CASES} == {*itertools.product((False, True), repeat=2)}
+    assert {story.partition(",")[0] for story in reuse.STORIES} >= {"warm", "exact", "forked", "from host", "from disk"}
+    assert {story for _, story, _ in DRAFTS} == set(drafts.STORIES)
+    assert {pattern for pattern, _, _ in DRAFTS} == {*drafts.PATTERNS, "itself", "part", "ngram"}
+
+
 @needs_mlx
+@pytest.mark.usefixtures("on_mlx")
 @pytest.mark.parametrize("case", some(CASES, CASES[1], CASES[4]), ids=str)
 def test_same_logits_in_every_batch(case: grid.Case) -> None:
     grid.test_l6_same_logits_when_the_reference_dictates(case)
 
 
 @needs_mlx
+@pytest.mark.usefixtures("on_mlx")
 @pytest.mark.parametrize("story", some(reuse.STORIES, "warm", "from host, mid-page", "from disk, exact and forked"))
 def test_same_logits_with_every_state_of_the_cache(story: str, tmp_path: Path) -> None:
     budget, batch = (7, 1) if "disk" in story else (64, 3)
     reuse.check_logits(reuse.Case("mlx", story, budget, batch, aborted=batch > 1), tmp_path)
 
 
+DRAFTS = [
+    *((pattern, story, False) for pattern in ("right", "wrong", "now and then", "itself") for story in (
+        "cold", "forked")),
+    ("now and then", "warm", True), ("alternating", "exact", True), ("every third wrong", "from disk", True),
+    ("part", "warm", False), ("ngram", "from disk", False)]
+
+
 @needs_mlx
-@pytest.mark.parametrize(("pattern", "story"), some(
-    itertools.product(("right", "wrong", "now and then", "itself"), ("cold", "forked")), ("now and then", "forked")))
-def test_same_tokens_with_all_drafts(pattern: str, story: str, tmp_path: Path) -> None:
-    case = drafts.Case("mlx", pattern, 3, story, 3, 64, False, "greedy")
+@pytest.mark.usefixtures("on_mlx")
+@pytest.mark.parametrize(("pattern", "story", "aborted"), some(DRAFTS, DRAFTS[5], "every third wrong"))
+def test_same_tokens_with_all_drafts(pattern: str, story: str, aborted: bool, tmp_path: Path) -> None:
+    case = drafts.Case("mlx", pattern, 3, story, 3, 64, aborted, "greedy")
     drafts.test_l6_same_tokens_whatever_is_drafted(case, tmp_path)
 
 
@@ -296,8 +332,10 @@ def test_without_mlx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_nothing_else_imports_mlx() -> None:
+    """Neither the package nor a model on another device."""
     program = ("import sys, deltic, deltic.cli, deltic.engine.loading, deltic.server.app, deltic.ops.mlx\n"
                "from deltic.ops import select; select()\n"
+               "deltic.Session(device='cpu', max_context=64, threads=1).prefill([1, 2, 3])\n"
                "assert not [name for name in sys.modules if name == 'mlx' or name.startswith('mlx.')]")
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -323,8 +361,6 @@ def test_the_default_on_a_mac(system: str, machine: str, installed: bool, found:
     monkeypatch.setattr("deltic.ops.capabilities.find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert FIND_DEVICE() == found
-
-
 
 
 def test_doctor_checks_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ if why := missing():
 
 import mlx.core as mx
 
+from deltic.ops.mlx.attention import AttentionRows, _joined
 from deltic.ops.mlx.memory import array_of, copied, reserve, seen, share, whole_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64]
@@ -76,6 +77,25 @@ def test_copies_keep_the_bits() -> None:
     values = torch.tensor([1.0, -2.5, float("inf"), 3e-39])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert torch.equal(seen(copied(values.to(dtype))), values.to(dtype))
+
+
+@pytest.mark.parametrize("done", [None, [1590, 3]], ids=["a lone row", "two rows"])
+def test_a_step_copies_the_pages_of_its_rows_once(done: list[int] | None) -> None:
+    pool, tokens = mx.ones((150, 16, 2, 64)), 1591
+    rows = AttentionRows(slice(0, 1), 1, mx.arange(100)[None], tokens - 1)
+    if done is not None:
+        rows = AttentionRows(slice(0, 2), 2, mx.zeros((2, 100), mx.int32), done=mx.array(done))
+    new = mx.full((rows.count, 1, 2, 64), 3.0)
+    mx.eval(pool, rows.table, new)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    found = _joined(pool, new, rows)
+    mx.eval(found)
+    copies = (mx.get_peak_memory() - before) / (rows.count * 1600 * 2 * 64 * 4)
+    assert copies < (1.1 if done is None else 2.1)  # the second time to leave out what is not the row's
+    for row, count in enumerate(done or [tokens - 1]):
+        assert found[row, :, :count].min() == found[row, :, :count].max() == 1 and float(found[row, 0, count, 0]) == 3
 
 
 def test_too_much_is_refused_as_a_shortage() -> None:

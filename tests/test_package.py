@@ -125,7 +125,7 @@ def test_tests_on_a_gpu_compile_the_cpu_library_first(tmp_path: Path) -> None:
         done = subprocess.run(["make", "-n", "--no-print-directory", "test-gpu"], cwd=tmp_path, capture_output=True,
                               text=True, check=True, env={k: v for k, v in os.environ.items() if "MAKE" not in k})
         steps.append([line for line in done.stdout.splitlines() if "hatch_build.py" in line or "pytest" in line])
-    assert "hatch_build.py" in steps[0][0] and steps[0][1:] == steps[1] and len(steps[1]) == 3
+    assert "hatch_build.py" in steps[0][0] and steps[0][1:] == steps[1] and len(steps[1]) == 4
     done = subprocess.run([sys.executable, "-c", _WITHOUT_HATCHLING], cwd=ROOT, capture_output=True, text=True,
                           env=os.environ | {"CXX": "false"})
     assert done.returncode == 1 and done.stderr.strip() == "false failed: exit status 1"

@@ -25,6 +25,7 @@ from deltic.cache.offload.state_stores import (
     StateDirectory,
 )
 from deltic.errors import ConfigError, RequestError
+from deltic.ops import capabilities
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SYSTEM = [{"role": "system", "content": "You are a helpful assistant. Answer in one sentence. " * 4}]
@@ -155,7 +156,8 @@ def test_a_conversation_goes_on_in_a_fresh_process(llm, tmp_path):
     here = llm.generate([following], sampling)[0].choices[0]
     code = f"""
 from deltic import LLM, SamplingParams
-with LLM(memory="32MiB", max_batch=4, threads=1, cache_dir={str(tmp_path / "cache")!r}) as llm:
+with LLM(memory="32MiB", max_batch=4, threads=1, device={capabilities.find_device()!r},
+         cache_dir={str(tmp_path / "cache")!r}) as llm:
     saved = llm.load_state({str(tmp_path / "store")!r})
     assert saved.exact
     choice = llm.generate([{following!r}], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
@@ -176,7 +178,8 @@ def test_8000_tokens_of_the_shape_of_a_real_model_go_on_in_a_fresh_process(tmp_p
     code = """
 import random, sys
 from deltic import LLM, RandomModel, SamplingParams
-with LLM(RandomModel("qwen3.5-0.8b"), dtype="bfloat16", max_batch=2, max_context=10_000, memory="3GiB") as llm:
+with LLM(RandomModel("qwen3.5-0.8b"), dtype="bfloat16", device=sys.argv[3], max_batch=2, max_context=10_000,
+         memory="3GiB") as llm:
     draw = random.Random(0)
     prompt = [draw.randrange(llm.runtime.config.vocab_size) for _ in range(8000)]
     saved = llm.save_state(prompt, sys.argv[2]) if sys.argv[1] == "save" else llm.load_state(sys.argv[2])
@@ -188,8 +191,8 @@ with LLM(RandomModel("qwen3.5-0.8b"), dtype="bfloat16", max_batch=2, max_context
 """
     answers = []
     for action, store in (("save", tmp_path / "one"), ("load", tmp_path / "two")):
-        result = subprocess.run([sys.executable, "-c", code, action, str(store)], capture_output=True, text=True,
-                                check=False)
+        result = subprocess.run([sys.executable, "-c", code, action, str(store), capabilities.find_device()],
+                                capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
         answers.append(result.stdout)
         if action == "save":
@@ -297,7 +300,7 @@ def test_states_of_other_models_are_refused(tmp_path):
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 def test_packed_kv_is_not_converted(llm, tmp_path, kv_dtype):
     options: dict[str, Any] = {"memory": "32MiB", "max_batch": 4, "threads": 1}
-    with LLM(kv_dtype=kv_dtype, **options) as writer:
+    with LLM(kv_dtype=kv_dtype, device="cpu", **options) as writer:  # MLX has neither
         saved = writer.save_state(SYSTEM, tmp_path)
         assert writer.load_state(tmp_path, saved.id).exact is True
     with pytest.raises(StateError, match=f"has K/V in {kv_dtype}"):

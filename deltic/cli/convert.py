@@ -48,6 +48,9 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mmproj", choices=_MMPROJ, type=str.upper,
                         help="type of the vision tower, if SRC has one; it is written to mmproj-DST. NONE: leave it "
                              "out (default: --type if possible, else Q8_0)")
+    parser.add_argument("--imatrix", metavar="FILE", type=path_name,
+                        help="importance matrix of llama-imatrix, which weights the errors of quantization by the "
+                             "activations; no effect on Q8_0 and unquantized types")
     parser.add_argument("--lora", metavar="PATH", type=path_name,
                         help="directory of an adapter (LoRA, rsLoRA or DoRA in the format of peft) to merge into the "
                              "weights")
@@ -68,7 +71,8 @@ def run_convert(args: argparse.Namespace) -> int:
     with bytes_bar("converting") as bar:
         place = resolve(args.source, args.revision)
         if encoder := open_stored(place):
-            options.refuse({"--lora": args.lora}, "{} is for language models: leave it out with an encoder")
+            options.refuse({"--lora": args.lora, "--imatrix": args.imatrix},
+                           "{} is for language models: leave it out with an encoder")
             written = _convert_encoder(args, encoder, place, path, bar)
         else:
             written, tower = _convert_model(args, open_model(args.source, args.revision), path, bar)
@@ -96,12 +100,14 @@ def _convert_model(args: argparse.Namespace, files: ModelFiles, path: Path, bar:
     from deltic.embeddings.gguf import vector_keys
     from deltic.loader.gguf.config import model_name
     from deltic.loader.gguf.convert import convert
+    from deltic.loader.gguf.imatrix import read_imatrix
 
     _refuse_source(path, files.weight_files(True))
     tokenizer = files.tokenizer() or _read_tokenizer(files.path)
     name = args.name or (model_name(files.gguf) if files.gguf else Path(args.source).resolve().name)
     existed = _mmproj(path).exists()
-    files = replace(files, lora=_lora(args.lora, files))
+    imatrix = read_imatrix(Path(args.imatrix)) if args.imatrix else None
+    files = replace(files, lora=_lora(args.lora, files), imatrix=imatrix)
     tower = _write_tower(args, files, name, path)
     try:
         written = convert(files, tokenizer, name, path, args.type, bar.update, args.mtp,

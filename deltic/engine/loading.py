@@ -55,6 +55,8 @@ log = logging.getLogger("deltic")
 
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all) while weights are read."""
+OnTokenizer = Callable[[Path, TokenizerTexts | None], None]
+"""Called with the model's path, and the texts of its tokenizer if they are no files, before weights are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +124,10 @@ class ModelOverrides:
 
 
 def load_any(model: str | Path | RandomModel | None, options: EngineConfig, revision: str | None = None,
-             progress: LoadProgress | None = None, rings: bool = False, given: ModelOverrides = ModelOverrides()
-             ) -> ModelRunner | ProgramModel:
-    """As `load`, or a compiled model, whose path has a name or content of its own."""
+             progress: LoadProgress | None = None, rings: bool = False, given: ModelOverrides = ModelOverrides(),
+             on_tokenizer: OnTokenizer | None = None) -> ModelRunner | ProgramModel:
+    """As `load`, or a compiled model, whose path has a name or content of its own. on_tokenizer: takes the tokenizer
+    in place of the model."""
     model = str(model) if isinstance(model, Path) else model
     if isinstance(model, str) and kind_of(model):
         if revision is not None:
@@ -134,8 +137,10 @@ def load_any(model: str | Path | RandomModel | None, options: EngineConfig, revi
             raise ConfigError(f"{given.name} is not possible: {model} is compiled", given.name)
         began, program = time.perf_counter(), load_program(Path(model), options)
         log.info("%s: loaded in %.2f s", model, time.perf_counter() - began)
+        if on_tokenizer and program.path:
+            on_tokenizer(program.path, program.tokenizer)
         return program
-    return load(model, options, revision, progress, rings, given=given)
+    return load(model, options, revision, progress, rings, given=given, on_tokenizer=on_tokenizer)
 
 
 class Vocabulary(Protocol):
@@ -159,34 +164,36 @@ def with_ends(runtime: ModelRunner | ProgramModel, tokenizer: Vocabulary | None)
 
 def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
          progress: LoadProgress | None = None, rings: bool = False, vectors: bool = False,
-         given: ModelOverrides = ModelOverrides()) -> ModelRunner:
+         given: ModelOverrides = ModelOverrides(), on_tokenizer: OnTokenizer | None = None) -> ModelRunner:
     """Loads a model (directory, GGUF file, hub name, "tiny" or None for the embedded one, or random weights), and the
     model that drafts for it if the options name one. rings: sequences get delta logs even if nothing is drafted.
-    vectors: as in `plan_memory`."""
+    vectors: as in `plan_memory`. on_tokenizer: as in `load_any`."""
     options = settled(options)
     if options.params is not None:
         raise ConfigError("params is for a program (.pte) of ExecuTorch's own exporter: leave it out", "params")
     if vectors and options.batch_invariant:
         raise ConfigError("batch_invariant is for answers: leave it out with a model of vectors", "batch_invariant")
-    speculation, use = options.speculation, _Use(rings=rings, vectors=vectors)
+    speculation, use = options.speculation, _Use(rings=rings, vectors=vectors, on_tokenizer=on_tokenizer)
     if isinstance(speculation, Draft):
         options, drafting = share_memory(options)
         try:
             draft = _load(speculation.model, drafting, None, progress, ModelOverrides(), _Use(drafts=True, rings=True))
         except (ModelError, ConfigError) as error:
             raise ConfigError(f"the draft model {speculation.model}: {error}", "speculate") from error
-        use = _Use(draft=draft, rings=True, vectors=vectors)
+        use = replace(use, draft=draft, rings=True)
     return _load(model, options, revision, progress, given, use)
 
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """drafts: the model drafts for another one. draft: the model that drafts for it. rings, vectors: as in `load`."""
+    """drafts: the model drafts for another one. draft: the model that drafts for it. rings, vectors, on_tokenizer: as
+    in `load`."""
 
     drafts: bool = False
     draft: ModelRunner | None = None
     rings: bool = False
     vectors: bool = False
+    on_tokenizer: OnTokenizer | None = None
 
 
 def _load(model: str | RandomModel | None, options: EngineConfig, revision: str | None, progress: LoadProgress | None,
@@ -201,8 +208,10 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         given.check(model, options)
         # files and config
         source = _open(model, options, revision, progress is not None, given, use)
-        files, config = source.files, source.config
         times.done("files")
+        source, texts = _take_tokenizer(source, use.on_tokenizer)
+        files, config = source.files, source.config
+        times.done("tokenizer")
         # backend and weights
         threads = options.threads_for(config.parameter_count)
         ops = select_ops(options, threads)
@@ -219,7 +228,6 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         layers = place_layers(parts[0], layer_plan, options, config.num_hidden_layers) if layer_plan.layers else None
         offloaded_pools = layers.pools if layers else experts.store.pools() if experts else ()
         decoder = build(config, parts, ops, getattr(torch, dtype), reader.tiled, offloaded_pools)
-        texts = files.tokenizer() if files else None
         head = build_head(config, head_parts, decoder, reader.draft_vocabulary(texts)) if head_parts else None
         partial_head = _partial_head(reader, decoder, texts) if head is None and not use.drafts else None
         plan = plan if partial_head is None else _cache_planner(config, options, dtype, False, replace(use, rings=True))
@@ -240,13 +248,26 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         cache = HybridCache(pools, options.prefix_cache, tiers, memory.rows)
         # runner
         runtime = ModelRunner(source.name, files.place if files else None, config, options, source.generation, memory,
-                              decoder, cache, threads, texts, records, head, encode,
+                              decoder, cache, threads, None if use.on_tokenizer else texts, records, head, encode,
                               files.vision if files and encode else None, use.draft, experts, layers,
                               reader.model_identity(head is not None), partial_head)
         runtime.check_kernels()
         times.done("cache")
         log.info("%s%s: loaded in %s", "the draft model " if use.drafts else "", source.name, times)
         return runtime
+
+
+def _take_tokenizer(source: OpenedModel, take: OnTokenizer | None) -> tuple[OpenedModel, TokenizerTexts | None]:
+    """Returns the texts of the tokenizer of a GGUF file, and the model without its part of the metadata, which need not
+    be in memory with the weights."""
+    files = source.files
+    texts = files.tokenizer() if files else None
+    if files and files.gguf:
+        metadata = {key: value for key, value in files.gguf.metadata.items() if not key.startswith("tokenizer.")}
+        source = replace(source, files=replace(files, gguf=replace(files.gguf, metadata=metadata)))
+    if files and files.place and take:
+        take(files.place, texts)
+    return source, texts
 
 
 def _partial_head(reader: WeightReader, decoder: Decoder, texts: TokenizerTexts | None) -> PartialHead | None:
@@ -324,6 +345,7 @@ class StartTimes:
     """Seconds of the parts of a start, in order.
 
     files         finding and downloading them, reading all but the weights
+    tokenizer     reading it, before the weights: meanwhile it takes several times its memory
     weights       reading and quantizing them, those of the draft head too
     layers        what the ops compute with: packed matrices, offloaded experts
     vision tower  the same for the tower

@@ -23,6 +23,7 @@ from deltic.loader.formats.fp8 import FLOAT8
 from deltic.loader.gguf.blocks import BlockType
 from deltic.loader.gguf.config import config_from_gguf, generation_from_gguf
 from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.imatrix import ImportanceMatrix
 from deltic.loader.gguf.load import (
     GgufSource,
     load_gguf_head,
@@ -64,7 +65,8 @@ class ModelFiles:
     gguf: the open file, if the model is one.
     mmproj: the GGUF file of its vision tower.
     weights: tensors in memory that replace the files.
-    lora: an adapter to merge into the weights when they are converted.
+    lora: an adapter to merge into the weights when they are converted. imatrix: weights the errors of their
+        quantization then.
     """
 
     path: Path
@@ -75,6 +77,7 @@ class ModelFiles:
     mmproj: GgufFile | None = None
     weights: InMemory | None = None
     lora: LoraMerge | None = None
+    imatrix: ImportanceMatrix | None = None
 
     @property
     def place(self) -> Path | None:

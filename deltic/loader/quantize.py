@@ -55,11 +55,11 @@ def _on_first(item: tuple[str, StoredWeight]) -> tuple[int, str, StoredWeight]:
     return 0, *item
 
 
-def quantize_parts(tensors: Iterator[tuple[int, str, StoredWeight]], scheme: str, config: ModelConfig,
+def quantize_parts(tensors: Iterator[tuple[int, str, StoredWeight | QTensor]], scheme: str, config: ModelConfig,
                    forms: Sequence[PackedForm]) -> list[dict[str, Weight]]:
     """Quantizes each device's part of matrices by a scheme of SCHEMES, or by FP8 or STORED, which keep float8 weights.
     Other tensors, and matrices whose rows fit no blocks or whose type the form does not serve, stay unchanged. Value
-    heads keep their order. Stored blocks stay, unless they are not exact.
+    heads keep their order. Stored blocks stay, unless they are not exact, and so do matrices that are packed already.
 
     Holds one input tensor in memory at a time. Raises ModelError naming a tensor with values that its type cannot hold.
     """
@@ -69,8 +69,8 @@ def quantize_parts(tensors: Iterator[tuple[int, str, StoredWeight]], scheme: str
         while (item := next(tensors, None)) is not None:
             device, name, tensor = item
             kept = forms[device]
-            if isinstance(tensor, StoredBlocks):
-                result[device][name] = _kept(name, tensor, kept.of(name))
+            if isinstance(tensor, StoredBlocks | QTensor):
+                result[device][name] = tensor if isinstance(tensor, QTensor) else _kept(name, tensor, kept.of(name))
                 continue
             type = _target_type(name, shapes.get(name, tuple(tensor.shape)), scheme, config)
             stays = scheme == STORED and not isinstance(tensor, Float8)

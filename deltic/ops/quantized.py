@@ -17,8 +17,8 @@ PLAIN_TYPES = {torch.float32: ("F32", 0), torch.float16: ("F16", 1), torch.bfloa
 """Name and number of a dtype's GGUF type."""
 PANEL = 16
 """Rows that are packed together."""
-_PIECE_BYTES = 16 << 20
-"""Bytes that are read and packed at once."""
+_PIECE_BYTES = 1 << 19
+"""Bytes that are read and packed at once. Formats of checkpoints unpack them to several times as many."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -429,7 +429,8 @@ class ModelRunner:
         return {identity: entry for identity, entry in found if entry is not None}
 
     def prepare_adapters(self) -> None:
-        """Compiles the kernels for adapters, so that the first step with one need not wait. Logs if that fails."""
+        """Compiles the kernels for adapters, so that the first step with one need not wait, or logs why they are
+        not used."""
         why = self.step.why_no_adapters() if isinstance(self.step, DecodeStep) else None
         if why:
             log.warning("torch computes all rows with adapters: %s", why)

@@ -34,7 +34,7 @@ from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.model_files import ModelFiles
 from deltic.loader.names import EMBEDDING, HEAD, expected_tensors, is_stack, packed_parts, tensor_dtype
 from deltic.loader.quantize import FP8, STORED, quantize_parts, quantize_tower, quantized_bytes, quantized_units
-from deltic.loader.safetensors import KeptForms, Progress
+from deltic.loader.safetensors import KeptForms, Progress, read_stored
 from deltic.loader.tensors import Source
 from deltic.loader.vision import expected_tower
 from deltic.model.draft_vocabulary import Tokens, draftable
@@ -42,13 +42,14 @@ from deltic.model.tensor_parallel import WeightSplitter, check_degree, splits
 from deltic.model.vision_tower import build_tower
 from deltic.ops import Ops, select
 from deltic.ops.capabilities import device_kind, verifies_drafts
-from deltic.ops.cpu import missing
+from deltic.ops.cpu import missing, packs
 from deltic.ops.cuda import quantized
 from deltic.ops.cuda.expert_offload import PinnedExpertStore, pinned_form
 from deltic.ops.cuda.layer_offload import host_layer_form
 from deltic.ops.cuda.quantized_moe import knows_packed
-from deltic.ops.parts import Split
-from deltic.ops.quantized import PackedForm, host_form
+from deltic.ops.memory import Arena
+from deltic.ops.parts import Part, Split
+from deltic.ops.quantized import PLAIN_TYPES, PackedForm, QTensor, host_form, pack_rows
 from deltic.ops.slices import slice_unit
 from deltic.ops.types import Weight
 from deltic.params import Auto, Draft, Mtp
@@ -186,12 +187,31 @@ class WeightReader:
         return found, store
 
     def _stored_form(self) -> Callable[[str, Source], Weight | None] | None:
-        """Returns what reads weights that stay as they are stored in safetensors; None if none do."""
+        """Returns what reads weights of safetensors in the form of the device, without another form in memory; None if
+        nothing does."""
+        single = not self.options.on_gpu and self.options.shards == 1
+        if single and packs(self.ops) and self._scheme in ("none", STORED):
+            return self._packed_vocabulary
         if device_kind(self.options.device) != "mlx" or self.options.packed_weights == "off":
             return None
         from deltic.runner.mlx_weights import StoredMatrices
 
         return StoredMatrices(getattr(torch, self.dtype)).read
+
+    def _packed_vocabulary(self, name: str, source: Source) -> QTensor | None:
+        """Packs an embedding or matrix of logits piece by piece: half of a small model's bytes are in one matrix."""
+        if name not in (EMBEDDING, HEAD) or name in self._stored:
+            return None
+        dtype = getattr(torch, self.dtype)
+        type, number = PLAIN_TYPES[dtype]
+        rows, columns = source.shape
+        width = columns * dtype.itemsize
+
+        def read(start: int, count: int) -> Tensor:
+            part = Part((slice(start // width, (start + count) // width),))
+            return read_stored(name, source, dtype, torch.device("cpu"), part).view(torch.uint8)
+
+        return pack_rows(type, number, rows, columns, width, read, Arena())
 
     def _placed_form(self, form: PackedForm, layers: LayerPlan) -> PackedForm:
         """Returns the form of a device's matrices, with another one for those that stay in host memory."""
@@ -308,7 +328,7 @@ class WeightReader:
         found = stored.read() if stored else None
         if found is None:
             float8 = self._float8 or self._scheme == FP8
-            found = quantize_parts(self._plain(float8), self._scheme, config, self._forms)
+            found = quantize_parts(self._plain(float8, self._stored_form()), self._scheme, config, self._forms)
             if stored:
                 stored.write(found)
         return found

@@ -23,6 +23,7 @@ import torch
 from deltic.config import DType, ModelConfig
 from deltic.errors import ModelError
 from deltic.loader.gguf.blocks import BY_NAME, BlockType, Bytes
+from deltic.loader.gguf.imatrix import ImportanceMatrix
 from deltic.loader.gguf.load import GgufSource, plan_gguf, read_gguf
 from deltic.loader.gguf.names import PLAIN, ROPE_FACTORS, gguf_name
 from deltic.loader.gguf.quantize import quantize_in_pieces
@@ -131,7 +132,10 @@ def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path,
         **config_to_gguf(config), "general.type": "model", "general.name": name, "general.file_type": kind.id,
         "general.quantization_version": 2, **generation_to_gguf(files.generation),
         **tokenizer_to_gguf(tokenizer, config, files.generation.eos_token_ids), **more}
-    data = _encoded(sources, targets, config, progress)
+    if files.imatrix:
+        files.imatrix.check(targets.values(), config.num_hidden_layers)
+        metadata |= files.imatrix.metadata()
+    data = _encoded(sources, targets, config, progress, files.imatrix)
     size = write_gguf(path, metadata, list(targets.values()), data)
     return Written(size, sum(math.prod(target.shape) for target in targets.values()),
                    Counter(target.type.name for target in targets.values()))
@@ -274,7 +278,7 @@ def _read_directory(name: str, stored: Source, config: ModelConfig) -> dict[str,
 
 
 def _encoded(sources: Iterable[_SourceTensor], targets: Mapping[str, NewTensor], config: ModelConfig,
-          progress: Progress | None) -> Iterator[Iterator[Bytes]]:
+          progress: Progress | None, imatrix: ImportanceMatrix | None) -> Iterator[Iterator[Bytes]]:
     """Yields the bytes of each target, in order. A vector is one row."""
     total = sum(target.nbytes for target in targets.values())
     done = 0
@@ -285,7 +289,8 @@ def _encoded(sources: Iterable[_SourceTensor], targets: Mapping[str, NewTensor],
             for name in source.names:
                 form = PLAIN if name == ROPE_FACTORS else gguf_name(name, config.architecture, config.layer_types)[1]
                 matrix = form.from_ours(tensors.pop(name), config).reshape(-1, targets[name].shape[-1])
-                yield quantize_in_pieces(targets[name].name, matrix, targets[name].type, pool)
+                importance = imatrix.of(targets[name]) if imatrix else None
+                yield quantize_in_pieces(targets[name].name, matrix, targets[name].type, pool, importance)
                 done += targets[name].nbytes
                 if progress is not None:
                     progress(done, total)

@@ -6,6 +6,9 @@ the rounded weights refines it, and the best result is kept.
 
 The compiled kernels (csrc/quantize.cpp) are faster and bit-equal; this module is the fallback and the oracle. To agree,
 both add sums in an order that does not depend on the processor.
+
+With the importance of columns (`imatrix`) errors are weighted by it, except those of Q8_0. The kernels do not know that
+form. The scales of types of 32 weights are then searched, too.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ _AFFINE_STEPS: Final = np.linspace(-0.9, 0.9, 7).tolist()
 _SYMMETRIC_STEPS: Final = np.linspace(-1.2, 1.2, 7).tolist()
 
 
-def quantize(values: Floats, type: BlockType) -> Bytes:
-    """Quantizes a matrix: float32 [rows, n] -> uint8 [rows, n / type.weights * type.nbytes].
+def quantize(values: Floats, type: BlockType, importance: Floats | None = None) -> Bytes:
+    """Quantizes a matrix: float32 [rows, n] -> uint8 [rows, n / type.weights * type.nbytes]. importance: positive
+    weights of the errors of each column, float32 [n].
 
     Raises ModelError if n is no multiple of the block, the type cannot be written, or values are too large or NaN.
     """
@@ -49,6 +53,8 @@ def quantize(values: Floats, type: BlockType) -> Bytes:
     if type.name not in _ANY_VALUE:
         _check_range(values, type)
     values, library = np.ascontiguousarray(values, np.float32), load()
+    if importance is not None and type.name in _WEIGHTED:
+        return _encode(values, type, np.broadcast_to(importance, values.shape))
     if type.name in _UNQUANTIZED or isinstance(library, str):
         return _encode(values, type)
     blocks = np.empty((rows, type.size(count)), np.uint8)
@@ -57,28 +63,36 @@ def quantize(values: Floats, type: BlockType) -> Bytes:
     return blocks
 
 
-def quantize_in_pieces(name: str, matrix: torch.Tensor, type: BlockType, pool: Executor) -> Iterator[Bytes]:
-    """Quantizes a matrix of any float type in the threads of `pool`. Yields blocks, [some rows, bytes].
+def quantize_in_pieces(name: str, matrix: torch.Tensor, type: BlockType, pool: Executor,
+                       importance: Floats | None = None) -> Iterator[Bytes]:
+    """Quantizes a matrix of any float type in the threads of `pool`. Yields blocks, [some rows, bytes]. importance: of
+    the columns, for as many equal parts of the rows (experts) as it has rows.
 
     Raises ModelError as `quantize`, with the name of the tensor.
     """
-    pieces = matrix.split(max(1, _PIECE // matrix.shape[1]))
-    return pool.map(partial(_quantize_piece, name, type), pieces)
+    step = max(1, _PIECE // matrix.shape[1])
+    if importance is None:
+        return pool.map(partial(_quantize_piece, name, type), matrix.split(step))
+    parts = matrix.chunk(len(importance))
+    pieces = [(piece, own) for part, own in zip(parts, importance, strict=True) for piece in part.split(step)]
+    return pool.map(partial(_quantize_piece, name, type), *zip(*pieces, strict=True))
 
 
-def _quantize_piece(name: str, type: BlockType, rows: torch.Tensor) -> Bytes:
+def _quantize_piece(name: str, type: BlockType, rows: torch.Tensor, importance: Floats | None = None) -> Bytes:
     """Converts to float32 with numpy, because torch would start threads in each thread of the pool."""
     plain = BY_NAME[PLAIN_TYPES[rows.dtype][0]]
     values = decode(rows.contiguous().view(-1).view(torch.uint8).numpy(), plain).reshape(rows.shape)
     try:
-        return quantize(values, type)
+        return quantize(values, type, importance)
     except ModelError as error:
         raise ModelError(f"tensor {name!r}: {error}") from error
 
 
-def _encode(values: Floats, type: BlockType) -> Bytes:
-    """Quantizes without the compiled kernels."""
-    fields = _ENCODERS[type.name](values.reshape(-1, type.weights))
+def _encode(values: Floats, type: BlockType, importance: Floats | None = None) -> Bytes:
+    """Quantizes without the compiled kernels. importance: of each value."""
+    x = values.reshape(-1, type.weights)
+    fields = (_ENCODERS[type.name](x) if importance is None
+              else _WEIGHTED[type.name](x, importance.reshape(-1, type.weights)))
     blocks = np.empty(values.size // type.weights, _LAYOUTS[type.name])
     for name, field in fields.items():
         blocks[name] = field
@@ -160,13 +174,33 @@ def _above_minimum(x: Floats, bits: int) -> Fields:
     return {"d": scale[:, 0], "m": low[:, 0], **codes}
 
 
+def _around_zero_weighted(x: Floats, importance: Floats, bits: int) -> Fields:
+    """Quantizes to Q4_0, Q5_0 with the scale that the search finds."""
+    half = 1 << (bits - 1)
+    scale = _float16(_search_around_zero(x, half, _weights(x, importance)))
+    return {"d": scale[:, 0], **_codes((np.rint(x * _inverse(scale)) + np.float32(half)).clip(0), bits)}
+
+
+def _above_minimum_weighted(x: Floats, importance: Floats, bits: int) -> Fields:
+    """Quantizes to Q4_1, Q5_1 with scale and minimum that the search finds."""
+    levels = (1 << bits) - 1
+    scale, minimum = map(_float16, _search_affine(x, levels, _weights(x, importance)))
+    codes = _codes(np.rint((x + minimum) * _inverse(scale)).clip(0, levels), bits)
+    return {"d": scale[:, 0], "m": -minimum[:, 0], **codes}
+
+
+def _float16(x: Floats) -> Floats:
+    """Rounds to what a block can hold."""
+    return x.astype(np.float16).astype(np.float32)
+
+
 # Blocks of 256
 
 
-def _with_minima(x: Floats, bits: int) -> Fields:
+def _with_minima(x: Floats, importance: Floats | None = None, *, bits: int) -> Fields:
     """Quantizes to Q4_K, Q5_K: eight groups of 32, with scales and minima of six bits in units of d and dmin."""
     groups, levels = x.reshape(-1, 32), (1 << bits) - 1
-    found = _search_affine(groups, levels)
+    found = _search_affine(groups, levels, _weights(groups, importance))
     units, sixths = zip(*(_in_units(part.reshape(-1, 8), 63) for part in found), strict=True)
     scale, minimum = (np.repeat(unit.astype(np.float32), 8) * sixth.reshape(-1)
                       for unit, sixth in zip(units, sixths, strict=True))
@@ -190,10 +224,10 @@ def _twelve_bytes(scales: Bytes, minima: Bytes) -> Bytes:
     return np.concatenate([*tops, scales[:, 4:] & low | (minima[:, 4:] & low) << four], axis=1)
 
 
-def _weights(x: Floats) -> Floats:
-    """Returns the importance of errors: larger for larger weights."""
+def _weights(x: Floats, importance: Floats | None = None) -> Floats:
+    """Returns the weights of squared errors: larger for larger values, and for those of important columns."""
     weights: Floats = np.abs(x) + np.sqrt(_sum(x * x) / np.float32(x.shape[1]))
-    return weights
+    return weights if importance is None else weights * importance.reshape(x.shape)
 
 
 def _sum(x: Floats) -> Floats:
@@ -202,9 +236,10 @@ def _sum(x: Floats) -> Floats:
     return (fours[:, :1] + fours[:, 1:2]) + (fours[:, 2:3] + fours[:, 3:])
 
 
-def _search_affine(x: Floats, levels: int) -> tuple[Floats, Floats]:
-    """Finds scales and minima, both at least 0, with x = scale * q - minimum, q up to `levels`: [n, 32] -> [n, 1]."""
-    weights, low = _weights(x), np.minimum(x.min(axis=1, keepdims=True), np.float32(0))
+def _search_affine(x: Floats, levels: int, weights: Floats) -> tuple[Floats, Floats]:
+    """Finds scales and minima, both at least 0, with x = scale * q - minimum, q up to `levels`: [n, 32] -> [n, 1].
+    weights: of squared errors."""
+    low = np.minimum(x.min(axis=1, keepdims=True), np.float32(0))
     width = x.max(axis=1, keepdims=True).clip(0) - low
     sums = _sum(weights), _sum(weights * x)
     best = [width / np.float32(levels), -low, np.full_like(low, -np.inf)]
@@ -231,10 +266,10 @@ def _fit_affine(x: Floats, q: Floats, weights: Floats, sums: tuple[Floats, Float
     return scale, -offset, gain
 
 
-def _q6_k(x: Floats) -> Fields:
+def _q6_k(x: Floats, importance: Floats | None = None) -> Fields:
     """Quantizes to Q6_K: sixteen groups of 16, each with a signed scale of eight bits in units of d."""
     groups = x.reshape(-1, 16)
-    scales = _search_around_zero(groups, 32).reshape(-1, 16)
+    scales = _search_around_zero(groups, 32, _weights(groups, importance)).reshape(-1, 16)
     unit = (_first(scales, np.abs(scales).argmax(axis=1))[:, 0] / np.float32(-128)).astype(np.float16)
     eighths = np.rint(scales * _inverse(unit.astype(np.float32))[:, None]).clip(-128, 127)
     scale = np.repeat(unit.astype(np.float32), 16) * eighths.reshape(-1)
@@ -242,9 +277,9 @@ def _q6_k(x: Floats) -> Fields:
     return {"d": unit, "scales": eighths, "ql": _pack(q, 4, 64), "qh": _pack(q >> np.uint8(4), 2, 32)}
 
 
-def _search_around_zero(x: Floats, half: int) -> Floats:
-    """Finds scales with x = scale * q, q from -half to half - 1: [n, 16] -> [n, 1]. The largest weight has q < 0."""
-    weights = _weights(x)
+def _search_around_zero(x: Floats, half: int, weights: Floats) -> Floats:
+    """Finds scales with x = scale * q, q from -half to half - 1: [n, 16] -> [n, 1]. The largest weight has q < 0.
+    weights: of squared errors."""
     largest = _first(x, np.abs(x).argmax(axis=1))
     best = [np.zeros_like(largest), np.zeros_like(largest)]
     for step in _SYMMETRIC_STEPS:
@@ -271,4 +306,14 @@ _ENCODERS: Final[Mapping[str, Callable[[Floats], Fields]]] = {
     "Q6_K": _q6_k,
     **four_bits.ENCODERS,
 }
+_WEIGHTED: Final[Mapping[str, Callable[[Floats, Floats], Fields]]] = {
+    "Q4_0": partial(_around_zero_weighted, bits=4),
+    "Q4_1": partial(_above_minimum_weighted, bits=4),
+    "Q5_0": partial(_around_zero_weighted, bits=5),
+    "Q5_1": partial(_above_minimum_weighted, bits=5),
+    "Q4_K": partial(_with_minima, bits=4),
+    "Q5_K": partial(_with_minima, bits=5),
+    "Q6_K": _q6_k,
+}
+"""Encoders that know the importance of each value. With the largest value exact, Q8_0 has no search."""
 _LAYOUTS: Final = {**LAYOUTS, **four_bits.LAYOUTS}

@@ -142,12 +142,16 @@ def _vocabulary(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
     return vocabulary
 
 
-def _merges(metadata: Mapping[str, Any]) -> list[list[str]]:
-    pairs = [merge.split(" ") for merge in _strings(metadata, "tokenizer.ggml.merges")]
-    wrong = next((pair for pair in pairs if len(pair) != 2 or not all(pair)), None)
+def _merges(metadata: Mapping[str, Any]) -> Sequence[str | list[str]]:
+    """Returns the merges as older tokenizer.json files have them, both tokens in one text: lists would take a second
+    and 100 MiB."""
+    merges = _strings(metadata, "tokenizer.ggml.merges")
+    wrong = next((merge for merge in merges if merge.count(" ") != 1 or merge[0] == " " or merge[-1] == " "), None)
     if wrong is not None:
-        raise ModelError(f"tokenizer.ggml.merges must hold pairs of tokens, not {show(' '.join(wrong))}")
-    return pairs
+        raise ModelError(f"tokenizer.ggml.merges must hold pairs of tokens, not {show(wrong)}")
+    if any(merge.startswith("#version") for merge in merges):  # would be taken for a header
+        return [merge.split(" ") for merge in merges]
+    return merges
 
 
 def _post_processor(metadata: Mapping[str, Any], tokens: Sequence[str], bos: bool) -> dict[str, Any] | None:

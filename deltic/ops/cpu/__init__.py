@@ -58,6 +58,11 @@ def missing() -> dict[str, str]:
     return dict.fromkeys(_KERNELS, loaded) if isinstance(loaded, str) else {}
 
 
+def packs(ops: Ops) -> bool:
+    """True if these ops pack matrices for the kernels."""
+    return getattr(ops.pack, "__func__", None) is pack
+
+
 def overlay(level: str = "auto", threads: int = 1) -> Ops:
     """Returns the torch ops with the usable kernels, on so many threads of their own, the calling one included.
 

@@ -22,6 +22,8 @@ log = logging.getLogger("deltic")
 SERVED: Final = ("mix_in", "mix_out", "gate_up", "down")
 """The products of a layer that may have terms, in the order of the table. The logits come after all layers."""
 HEAD: Final = "head"
+PROVEN = False
+"""The kernels have run on a card. Until then they are used by tests only."""
 ENTRIES: Final = 64
 """Adapters in the table."""
 MAX_TERMS: Final = 4
@@ -219,5 +221,5 @@ def terms_of(adapters: StepAdapters | None, layer: int, name: str, x: Tensor, ro
 
 
 def why_no_adapters(shapes: Shapes, device: torch.device) -> str | None:
-    """Returns why the kernels for adapters cannot be compiled; None if they can."""
-    return why_not_compiled(source(shapes), device)
+    """Returns why the kernels for adapters are not used; None if they are."""
+    return why_not_compiled(source(shapes), device) if PROVEN else "their kernels have not run on a GPU yet"

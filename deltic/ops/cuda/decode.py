@@ -190,11 +190,11 @@ class DecodeStep:
         return self._gemv_rows(batch) if tokens <= MAX_GEMV_TOKENS else self._gemm_rows(batch)
 
     def why_no_adapters(self) -> str | None:
-        """Compiles the kernels for adapters. Returns why they cannot be compiled; None if they can."""
+        """Compiles the kernels for adapters. Returns why they are not used; None if they are."""
         return why_no_adapters(self._shapes, self._device)
 
     def adapter_entries(self, adapters: Sequence[Adapter]) -> list[int | None]:
-        """As `AdapterTable.entries_of`; None for all if the kernels cannot be compiled."""
+        """As `AdapterTable.entries_of`; None for all if the kernels are not used."""
         if self._adapters is None and self.why_no_adapters() is None:
             self._adapters = AdapterKernels(self._shapes, len(self.decoder.layers), self.blocks, self._device)
         return self._adapters.table.entries_of(adapters) if self._adapters else [None] * len(adapters)

@@ -51,16 +51,16 @@ class Pages:
 class AttentionRows:
     """Rows that attend together, with the same number of tokens each.
 
-    tokens: theirs in the batch. count: of rows. table [R, n]: pages; None: nothing lies in pages yet.
-    context: tokens to take from the pages. mask [R, 1, 1, context + 1]: what a row of one token attends to; None: all
-    of the pages' tokens, and of its own the earlier ones.
+    tokens: theirs in the batch. count: of rows. table [R, n]: their pages, with those of their own tokens; None:
+    nothing lies in pages yet. context: tokens to take from the pages of a lone row. done [R], of several rows with a
+    token each: tokens to take from the pages.
     """
 
     tokens: slice
     count: int
     table: Array | None
-    context: int
-    mask: Array | None
+    context: int = 0
+    done: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ def plan_of(batch: Batch) -> AttentionPlan:
         token = row = row + size
     for row in range(layout.decode_rows, layout.rows):
         end, context = token + layout.chunks[row], done[row]
-        wanted = mx.array(table[row:row + 1, :-(-context // PAGE)]) if context else None
-        found.append(AttentionRows(slice(token, end), 1, wanted, context, None))
+        wanted = mx.array(table[row:row + 1, :-(-(context + layout.chunks[row]) // PAGE)]) if context else None
+        found.append(AttentionRows(slice(token, end), 1, wanted, context))
         token = end
     return AttentionPlan(tuple(found))
 
@@ -93,20 +93,12 @@ def _padded(done: list[int]) -> Iterator[int]:
 
 
 def _single_tokens(table: np.ndarray, done: list[int], first: int) -> AttentionRows:
-    tokens, longest = slice(first, first + len(done)), max(done)
+    tokens, count, longest = slice(first, first + len(done)), len(done), max(done)
     if longest == 0:
-        return AttentionRows(tokens, len(done), None, 0, None)
-    count = -(-longest // PAGE)
-    if len(done) == 1:
-        return AttentionRows(tokens, 1, mx.array(table[:, :count]), longest, None)
-    return AttentionRows(tokens, len(done), mx.array(table[:, :count]), count * PAGE, single_mask(done, count * PAGE))
-
-
-def single_mask(done: list[int], context: int) -> Array:
-    """Returns the mask of `AttentionRows` for rows of one token."""
-    mask = np.arange(context + 1) < np.array(done)[:, None]
-    mask[:, -1] = True
-    return mx.array(mask)[:, None, None]
+        return AttentionRows(tokens, count, None)
+    wanted = mx.array(table[:, :longest // PAGE + 1])
+    return AttentionRows(tokens, count, wanted, longest) if count == 1 else (
+        AttentionRows(tokens, count, wanted, done=mx.array(done)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,29 +175,32 @@ def _rotated(x: Array, scale: Array | None, eps: float, turns: Turns) -> Array:
 
 def _attend(query: Array, own: KvResult, stored: Pages, rows: AttentionRows, spec: AttentionSpec) -> Array:
     """query [R * n, heads, head_dim] -> the same shape."""
-    count, valid = rows.count, None
-    if rows.mask is not None:
-        valid = mx.swapaxes(rows.mask, 1, 3)[:, :-1]
+    count = rows.count
     keys, values = (
-        _joined(pool, new[rows.tokens].reshape(count, -1, *new.shape[1:]), rows, valid)
+        _joined(pool, new[rows.tokens].reshape(count, -1, *new.shape[1:]), rows)
         for pool, new in ((stored.keys, own.key), (stored.values, own.value))
     )
     queries = mx.swapaxes(query.reshape(count, -1, spec.heads, spec.head_dim), 1, 2)
-    causal = "causal" if queries.shape[2] > 1 else None
-    mask = causal if rows.mask is None else rows.mask
+    mask = "causal" if queries.shape[2] > 1 else None
+    if rows.done is not None:
+        mask = (mx.arange(keys.shape[2]) <= rows.done[:, None])[:, None, None]
     out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=spec.head_dim**-0.5, mask=mask)
     return mx.swapaxes(out, 1, 2).reshape(query.shape)
 
 
-def _joined(pool: Array, new: Array, rows: AttentionRows, valid: Array | None) -> Array:
+def _joined(pool: Array, new: Array, rows: AttentionRows) -> Array:
     """Returns what the pages have, and the rows' own tokens after it: new [R, n, ...] -> [R, kv_heads, .., head_dim].
-    What is not valid becomes zero: a weight of zero times a stale NaN would be NaN."""
-    if rows.table is not None:
-        found = pool[rows.table].reshape(rows.count, -1, *pool.shape[2:])[:, :rows.context]
-        if valid is not None:
-            found = mx.where(valid, found, mx.zeros_like(found))
-        new = mx.concatenate([found, new], axis=1)
-    return mx.swapaxes(new, 1, 2)
+    The pages are copied once. Of several rows, a row's own token also takes the places after it, which are masked: a
+    weight of zero times a stale NaN would be NaN."""
+    if rows.table is None:
+        return mx.swapaxes(new, 1, 2)
+    found = pool[rows.table].reshape(rows.count, -1, *pool.shape[2:])
+    if rows.done is not None:
+        before = mx.arange(found.shape[1]) < rows.done[:, None]
+        return mx.swapaxes(mx.where(before[..., None, None], found, new), 1, 2)
+    end = rows.context + new.shape[1]
+    found[:, rows.context:end] = new  # in place: no other array shares this copy
+    return mx.swapaxes(found[:, :end], 1, 2)
 
 
 def store(result: KvResult, view: KvView, places: Tensor) -> None:

@@ -195,7 +195,7 @@ def _spread(x: Array, groups: int, tiled: bool) -> Array:
 
 def _start(slots: Slots, group: Group, spec: GdnSpec) -> Array:
     """Returns the rows' states before the step [R, Hv, Dk, Dv] float32."""
-    state = slots.recurrent[group.source].astype(mx.float32)
+    state = slots.recurrent[group.source if group.span is None else group.span].astype(mx.float32)
     if group.fresh is not None:
         state = mx.where(group.fresh[:, None, None, None], mx.zeros_like(state), state)
     if group.entries is None:

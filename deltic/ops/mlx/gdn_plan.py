@@ -38,11 +38,13 @@ class ConvHistory:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows that are computed together. source [R]: their slots. fresh [R] or None: rows that start from zero."""
+    """Rows that are computed together. source [R]: their slots. fresh [R] or None: rows that start from zero. span: the
+    slots if they are consecutive, whose states are then read where they lie."""
 
     source: Array
     fresh: Array | None
     entries: Entries | None
+    span: slice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,10 @@ def _group(rows: _Rows, members: list[int]) -> Group:
             index[place, :len(positions)] = rows.log[row] * RING + positions % RING
             real[place, :len(positions)] = True
         entries = Entries(mx.array(index), mx.array(real))
-    return Group(mx.array([rows.source[row] for row in members]), mx.array(fresh) if any(fresh) else None, entries)
+    slots = [rows.source[row] for row in members]
+    span = slice(slots[0], slots[0] + len(slots))
+    consecutive = slots == [*range(span.start, span.stop)]
+    return Group(mx.array(slots), mx.array(fresh) if any(fresh) else None, entries, span if consecutive else None)
 
 
 def _history(rows: _Rows, before: int, width: int) -> ConvHistory:

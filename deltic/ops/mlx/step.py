@@ -134,12 +134,12 @@ class _Model:
             x = rms_norm(x[wanted], self._norm, self._eps)
         return hidden, product(x, self._head).astype(mx.float32)
 
-    def decode(self, ids: Array, cos: Array, sin: Array, source: Array, places: Array, table: Array, mask: Array
+    def decode(self, ids: Array, cos: Array, sin: Array, source: Array, places: Array, table: Array, done: Array
                ) -> list[Array]:
         """A step of one token a row, of rows that have a state, as a function of arrays alone, which can be compiled.
         Returns the logits, and what the pools get."""
         count = len(ids)
-        rows = AttentionRows(slice(0, count), count, table, table.shape[1] * PAGE, mask)
+        rows = AttentionRows(slice(0, count), count, table, done=done)
         plans = _Plans(AttentionPlan((rows,)), gdn_plan.decode_plan(count, source, places))
         x, parts = self.layers_of(rows_of(self._embedding, ids).astype(self._dtype), plans, Turns(cos, sin))
         return [product(rms_norm(x, self._norm, self._eps), self._head).astype(mx.float32), *parts]
@@ -153,14 +153,13 @@ def _decode_inputs(batch: Batch, plans: _Plans, turns: Turns) -> tuple[Array, ..
     if gdn and not gdn.decodes:
         return None
     done = batch.done.tolist()
-    pages = _bucket(-(-max(done) // PAGE))
+    pages = _bucket(max(done) // PAGE + 1)
     table = np.zeros((layout.rows, pages), np.int64)
     given = batch.pages.numpy()[:, :pages]
     table[:, :given.shape[1]] = given
     none = mx.zeros((layout.rows, 1), mx.int32)
     source, places = (gdn.first.source, gdn.history.places) if gdn and gdn.first else (none, none)
-    return (copied(batch.ids), turns.cos, turns.sin, source, places, mx.array(table),
-            attend.single_mask(done, pages * PAGE))
+    return copied(batch.ids), turns.cos, turns.sin, source, places, mx.array(table), copied(batch.done)
 
 
 def _bucket(pages: int) -> int:
