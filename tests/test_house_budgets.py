@@ -19,7 +19,7 @@ LINES = {
     "cluster": 1725,
     "config": 2050,
     "embeddings": 2600,
-    "engine": 3980,
+    "engine": 3985,
     "export": 3950,
     "loader": 9435,
     "model": 1280,

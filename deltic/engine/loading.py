@@ -21,7 +21,7 @@ from deltic.cache.sharded_pools import allocate_shards
 from deltic.cache.tensors import PoolOptions
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig, shard_config
 from deltic.engine.arguments import settled
-from deltic.errors import ConfigError, ModelError, show
+from deltic.errors import ConfigError, DelticError, ModelError, show
 from deltic.export.backend import ProgramModel, load_program
 from deltic.export.program import kind_of
 from deltic.loader.dummy import random_tensors
@@ -209,7 +209,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         # files and config
         source = _open(model, options, revision, progress is not None, given, use)
         times.done("files")
-        source, texts = _take_tokenizer(source, use.on_tokenizer)
+        source, texts, broken = _take_tokenizer(source, use.on_tokenizer)
         files, config = source.files, source.config
         times.done("tokenizer")
         # backend and weights
@@ -235,6 +235,8 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         times.done("layers")
         encode = reader.read_tower()
         times.done("vision tower")
+        if broken:
+            raise broken
         # memory plan, cache and tiers
         settled = layer_plan.settle(options)
         work = step_bytes(shard_config(config, options.shards), settled, unpacks_experts(experts, decoder.weights))
@@ -246,7 +248,6 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         tiers, records = ([], None) if use.drafts else open_tiers(
             source.name, options, ops, reader.identity(head is not None), pools.shards[0].keys.dtype)
         cache = HybridCache(pools, options.prefix_cache, tiers, memory.rows)
-        # runner
         runtime = ModelRunner(source.name, files.place if files else None, config, options, source.generation, memory,
                               decoder, cache, threads, None if use.on_tokenizer else texts, records, head, encode,
                               files.vision if files and encode else None, use.draft, experts, layers,
@@ -257,17 +258,22 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         return runtime
 
 
-def _take_tokenizer(source: OpenedModel, take: OnTokenizer | None) -> tuple[OpenedModel, TokenizerTexts | None]:
-    """Returns the texts of the tokenizer of a GGUF file, and the model without its part of the metadata, which need not
-    be in memory with the weights."""
+def _take_tokenizer(source: OpenedModel, take: OnTokenizer | None
+                    ) -> tuple[OpenedModel, TokenizerTexts | None, DelticError | None]:
+    """Returns the model without the tokenizer's part of a GGUF file's metadata, which need not be in memory with the
+    weights; the texts of that tokenizer; and what is wrong with the tokenizer, which may follow from what is wrong with
+    the weights."""
     files = source.files
     texts = files.tokenizer() if files else None
     if files and files.gguf:
         metadata = {key: value for key, value in files.gguf.metadata.items() if not key.startswith("tokenizer.")}
         source = replace(source, files=replace(files, gguf=replace(files.gguf, metadata=metadata)))
     if files and files.place and take:
-        take(files.place, texts)
-    return source, texts
+        try:
+            take(files.place, texts)
+        except DelticError as error:
+            return source, texts, error
+    return source, texts, None
 
 
 def _partial_head(reader: WeightReader, decoder: Decoder, texts: TokenizerTexts | None) -> PartialHead | None:
