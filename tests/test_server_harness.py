@@ -213,7 +213,8 @@ class Served:
     @contextmanager
     def clock(self) -> Iterator[Callable[[float], None]]:
         """Stops the event loop's clock; gives what moves it on by some seconds."""
-        loop, now = self.loop, self.loop.time()
+        loop, real = self.loop, self.loop.time
+        now = real()
 
         def advance(seconds: float) -> None:
             nonlocal now
@@ -221,6 +222,7 @@ class Served:
             loop.call_soon_threadsafe(lambda: None)
 
         with patch.object(loop, "time", lambda: now):
+            now = real()  # the loop may have set timers since, by its own clock
             yield advance
         loop.call_soon_threadsafe(lambda: None)
 
