@@ -24,7 +24,7 @@ CACHES = {
         "add_layer_norm", "attention", "bias_gelu", "embeddings")},
     **{f"deltic/export/tvm/gpu_kernels.py {name}": "source of code, which nobody changes" for name in (
         "delta_rule", "linear")},
-    "deltic/server/routing.py _schemas": "schemas of a class, which nobody changes",
+    "deltic/server/routing.py _schemas": "the schemas of a class, which are constant",
     "deltic/export/tvm/runtime.py tvm_runtime": "a library that can be loaded once",
     "deltic/cache/offload/host.py _copy_stream": "a stream of a device, which orders what is put into it",
     "deltic/cache/offload/host.py _staging": "pinned memory through which a thread copies",

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from itertools import takewhile
@@ -319,23 +320,28 @@ def added(runtime: ModelRunner, request: EngineRequest) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("kind", ["host", "disk"])
-def test_a_prefix_comes_back_byte_by_byte(kind: str, tmp_path: Path) -> None:
+def check_prefix_of_tier(over: Callable[..., ModelRunner], kind: str, place: Path) -> None:
+    """A prefix comes back from a tier byte by byte. over(*tiers, reuse): a model with small pools."""
     def tier() -> TierIndex:
-        return TierIndex(HostStore(1 << 24) if kind == "host" else DiskStore(tmp_path, "model", 1 << 24), threads=False)
+        return TierIndex(HostStore(1 << 24) if kind == "host" else DiskStore(place, "model", 1 << 24), threads=False)
 
     kept = tier()
-    first = over_int4(kept)
+    first = over(kept)
     told = drain(added(first, greedy(PROMPT, 12)))["a", 0].tokens
     longer = (*PROMPT, *told, *numbers(2, 30, 500))
-    wanted = drain(added(over_int4(reuse=False), greedy(longer, 24)))["a", 0].tokens
-    again = over_int4(kept if kind == "host" else tier())
+    wanted = drain(added(over(reuse=False), greedy(longer, 24)))["a", 0].tokens
+    again = over(kept if kind == "host" else tier())
     answers = drain(added(again, greedy(longer, 24)))
     assert usage_of(answers).cached_tokens >= 100 and answers["a", 0].tokens == wanted
     pages = [runtime.cache.tree.shared(PROMPT) for runtime in (again, first)]
     for pools in zip(again.pools.page_tensors, first.pools.page_tensors, strict=True):
         found, before = (pool[:, known] for pool, known in zip(pools, pages, strict=True))
         assert len(pages[0]) == 100 // PAGE and is_finite(found) and same_bits(found, before)
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_prefix_comes_back_byte_by_byte(kind: str, tmp_path: Path) -> None:
+    check_prefix_of_tier(over_int4, kind, tmp_path)
 
 
 # What it costs

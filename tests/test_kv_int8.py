@@ -10,14 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 from op_cases import attention_weights, generator, hidden_states, relative_rms, same_bits
-from reuse_cases import usage_of
-from support import drain, fresh_pools, greedy, numbers, odd_runtime, small_runtime
-from test_kv_int4 import CASE, PROMPT, SPECS, added, compiled_ops, cost_of, equal_greedy_tokens, rope_of, view_of
+from support import fresh_pools, odd_runtime, small_runtime
+from test_kv_int4 import (
+    CASE,
+    SPECS,
+    check_prefix_of_tier,
+    compiled_ops,
+    cost_of,
+    equal_greedy_tokens,
+    rope_of,
+    view_of,
+)
 from torch import Tensor
 
 from deltic.cache.manager import HybridCache
-from deltic.cache.offload.disk import DiskStore
-from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.index import TierIndex
 from deltic.cache.offload.types import StoredItem
 from deltic.cache.tensors import page_bytes
@@ -148,21 +154,7 @@ def test_only_what_these_pools_could_hold_is_let_in() -> None:
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_a_prefix_comes_back_byte_by_byte(kind: str, tmp_path: Path) -> None:
-    def tier() -> TierIndex:
-        return TierIndex(HostStore(1 << 24) if kind == "host" else DiskStore(tmp_path, "model", 1 << 24), threads=False)
-
-    kept = tier()
-    first = over_int8(kept)
-    told = drain(added(first, greedy(PROMPT, 12)))["a", 0].tokens
-    longer = (*PROMPT, *told, *numbers(2, 30, 500))
-    wanted = drain(added(over_int8(reuse=False), greedy(longer, 24)))["a", 0].tokens
-    again = over_int8(kept if kind == "host" else tier())
-    answers = drain(added(again, greedy(longer, 24)))
-    assert usage_of(answers).cached_tokens >= 100 and answers["a", 0].tokens == wanted
-    pages = [runtime.cache.tree.shared(PROMPT) for runtime in (again, first)]
-    for pools in zip(again.pools.page_tensors, first.pools.page_tensors, strict=True):
-        found, before = (pool[:, known] for pool, known in zip(pools, pages, strict=True))
-        assert len(pages[0]) == 100 // PAGE and is_finite(found) and same_bits(found, before)
+    check_prefix_of_tier(over_int8, kind, tmp_path)
 
 
 # What it costs
