@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from deltic.ops.cuda import (
     adapters,
     allreduce,
     arguments,
+    driver,
     encoder,
     mtp,
     nvrtc,
@@ -192,6 +194,26 @@ def test_parts_are_compiled_by_other_processes(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(nvrtc, "compile_all", lambda sources, architecture: [b"" for _ in sources])
     changed = compile_source(source.replace("= 4", "= 9"), "sm_90")
     assert [one == other for one, other in zip(changed, found, strict=True)] == [True, False, True]
+
+
+def test_a_kernel_is_found_in_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA driver clears the handle where it finds no kernel."""
+    def find(handle: Any, module: str, name: bytes) -> int:
+        handle._obj.value = 7 if name.decode() in module else 0
+        return 0 if handle._obj.value else 201 if module == "broken" else 500
+
+    monkeypatch.setattr(driver, "_driver", lambda: SimpleNamespace(
+        cuModuleGetFunction=find, cuFuncSetAttribute=lambda function, attribute, value: 0 if function else 400,
+        cuGetErrorName=lambda result, text: 0))
+    module = driver.Module.__new__(driver.Module)
+    module._functions, module._modules = {}, ["k_0 k_3", "k_1", "k_2"]
+    for name in ("k_0", "k_1", "k_2", "k_3"):
+        assert module._function(name).value == 7
+    with pytest.raises(ValueError, match="no kernel is called k_4"):
+        module._function("k_4")
+    module._modules = ["broken", "k_4"]
+    with pytest.raises(RuntimeError, match="201"):
+        module._function("k_4")
 
 
 def test_an_error_in_a_part_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,9 @@ _PROGRAMMATIC, _SHARED_BYTES, _CARVEOUT = 6, 8, 9
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
 CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT."""
 
+_NOT_FOUND = 500
+"""CUDA_ERROR_NOT_FOUND."""
+
 _BFLOAT16, _SWIZZLE_128, _PROMOTE = 9, 3, 2
 """CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B."""
 
@@ -160,13 +163,21 @@ class Module:
 
     def _function(self, name: str) -> c_void_p:
         if name not in self._functions:
-            function = c_void_p()
-            found = [_driver().cuModuleGetFunction(byref(function), module, name.encode()) for module in self._modules]
-            _check(0 if 0 in found else found[0])
+            function = self._find(name)
             # kernels with different carve-outs cannot run on a multiprocessor at the same time
             _check(_driver().cuFuncSetAttribute(function, _CARVEOUT, 100))
             self._functions[name] = function
         return self._functions[name]
+
+    def _find(self, name: str) -> c_void_p:
+        """Returns the kernel of the part that has it."""
+        function = c_void_p()
+        for module in self._modules:
+            result = _driver().cuModuleGetFunction(byref(function), module, name.encode())
+            if result != _NOT_FOUND:  # which sets the handle to null
+                _check(result)
+                return function
+        raise ValueError(f"no kernel is called {name}")
 
 
 @cache
