@@ -66,6 +66,7 @@ def test_one_gpu_stays_where_several_are_no_help(cards: list[int]) -> None:
     assert chosen("qwen3.5-35b-a3b", gpu_memory="12GiB", quant="q4_k") == "auto", "quantized experts are not split"
     assert chosen("qwen3.5-27b", gpu_memory="48GiB", device="cuda:0") == "auto", "the user has named a GPU"
     assert chosen("qwen3.5-27b", gpu_memory="48GiB", tp=1) == 1
+    assert chosen("qwen3.5-27b", gpu_memory="48GiB", ops=("torch",)) == "auto", "torch ops are not split over GPUs"
     cards[1:] = [3 * GIB] * 3
     assert chosen("qwen3.5-27b", gpu_memory="48GiB") == "auto", "other programs have the others"
     del cards[1:]

@@ -31,15 +31,15 @@ def choose_degree(source: OpenedModel, options: EngineConfig, ops: Ops, dtype: D
     if options.device != "cuda" or options.offloads_experts or torch.cuda.device_count() == 1:
         return options
     for degree in DEGREES:
-        given = replace(options, tp=degree)
         try:
+            given = replace(options, tp=degree)
             check_devices(given.devices)
             reader = WeightReader(source, given, ops, dtype)
             if has_room(source.config, given, _bytes_of(reader), plan):
                 log.info("tp=auto: %d of %d GPUs hold %s and its context", degree, torch.cuda.device_count(),
                          source.name)
                 return given
-        except ConfigError:  # it cannot be split so
+        except ConfigError:  # this model or another option allows no such split
             continue
     return options
 
