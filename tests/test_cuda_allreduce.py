@@ -37,6 +37,8 @@ class Devices:
         assert self.sums.through_host == (kind == "host")
         self.parts = [torch.zeros(TOKENS, hidden, device=device) for device in self.devices]
         self.residuals = [torch.zeros(TOKENS, hidden, device=device) for device in self.devices]
+        for device in set(self.devices):
+            torch.cuda.synchronize(device)  # else a stream may copy numbers before the default stream has set zeros
 
     @contextmanager
     def on(self, rank: int) -> Iterator[None]:
