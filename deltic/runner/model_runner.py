@@ -344,6 +344,8 @@ class ModelRunner:
         head, memory, began = self.mtp_runner is not None, InputBatch(self.numbers), time.perf_counter()
         budget = self.options.token_budget
         assert budget is not None
+        if isinstance(self.step, PreparesPrompts):
+            self.step.prepare_prompts(min(budget, self.memory.max_context))
         slow = bool(self.experts or self.layers)
         plans = [*prompt_plans(budget, self.memory.max_context, self.memory.max_batch, slow, self.pools.last_page)]
         for plan in plans:
@@ -356,8 +358,6 @@ class ModelRunner:
                 log.warning("%s: there is no memory for a step with %d prompt tokens, so that long prompts need more "
                             "steps: choose a smaller `token_budget`, `memory` or `gpu_memory_utilization`", self.name,
                             sum(len(row.tokens) for row in plan.rows))
-        if isinstance(self.step, PreparesPrompts):
-            self.step.prepare_prompts(min(budget, self.memory.max_context))
         self.pools.apply((CopySlot(0, 0), CopyPage(0, 0)))
         self.pools.sound((0,), (0,), PAGE)
         torch.cuda.synchronize(self.device)

@@ -27,17 +27,14 @@ Part = tuple[int, int]
 
 def prompt_plans(budget: int, max_context: int, max_batch: int, few: bool = False, page: int = 0
                  ) -> Iterator[StepPlan]:
-    """Yields steps with prompts of all sizes, the largest first: alone, several, behind cached tokens, beside answers.
-    All write to one page and to slot 0. few: of two sizes only, for a model whose steps are slow."""
+    """Yields steps with prompts of all sizes: alone, several, behind cached tokens, beside answers. The largest come
+    first and last. All write to one page and to slot 0. few: of two sizes only, for a model whose steps are slow."""
     most = min(budget, max_context - 1)
     sizes = [size for size in _FEW_EXPERTS_SIZES if size <= most] if few else sizes_up_to(most)
     for size in reversed(sizes):
         yield _plan([(0, size)], page)
     if few:
         return
-    for size in (most, most - most // 32):  # steps of smaller sizes have split the blocks of the first one
-        if size > 1:
-            yield _plan([(0, size)], page)
     for size in (256, most):
         if 16 <= size <= most:
             yield _plan([(0, size // 4)] * 4, page)
@@ -49,6 +46,9 @@ def prompt_plans(budget: int, max_context: int, max_batch: int, few: bool = Fals
         tokens = min(_BESIDE, most, budget - answers)
         if tokens > 1:
             yield _plan([*[(min(_CONTEXTS[0], max_context) - 1, 1)] * answers, (0, tokens)], page)
+    for size in (most, most - most // 32):  # other steps have split the blocks of memory of the first one
+        if size > 1:
+            yield _plan([(0, size)], page)
 
 
 def sizes_up_to(most: int) -> list[int]:
