@@ -42,14 +42,6 @@ BLOCKS = 24
 """Few, so that each has several groups of units."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def used() -> Iterator[None]:
-    """The kernels are used, though they have not run on a card."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lora, "PROVEN", True)
-        yield
-
-
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     rng = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(*shape, generator=rng, device=CUDA).to(dtype)

@@ -27,7 +27,7 @@ from deltic.loader.dummy import random_weights
 from deltic.loader.gguf.convert import convert
 from deltic.loader.model_files import ModelFiles
 from deltic.loader.quantize import FP8, quantize_tensors
-from deltic.ops.cuda import quantized, quantized_product
+from deltic.ops.cuda import quantized_product
 from deltic.ops.cuda.arguments import EnterArgs
 from deltic.ops.cuda.card import default_card
 from deltic.ops.cuda.decode import DecodeStep
@@ -49,12 +49,6 @@ BOTH = (("FP8", 343), ("Q8_0", 24))
 FOUR_BITS = (("NVFP4", 500), ("INT4_128", 200), ("MXFP4", 5), ("INT4_32", 40))
 EVERYWHERE = ("Q4_K", "Q6_K", "FP8")
 """Kinds that are multiplied with every number of columns."""
-
-
-@pytest.fixture(autouse=True)
-def unproven_formats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Types that stay packed only here, until their kernels have run on a card."""
-    monkeypatch.setattr(quantized, "PACKED_FORMATS", quantized.PACKED_FORMATS | quantized.UNPROVEN)
 
 
 def weight_of(parts: tuple[tuple[str, int], ...], columns: int) -> tuple[tuple[Tiles, ...], Tensor]:

@@ -10,7 +10,6 @@ from four_bit_cases import numbers_of, random_four_bits
 from deltic.loader.formats.fp8 import FLOAT8_BLOCK_BYTES, GROUP
 from deltic.loader.four_bits import TYPES as FOUR_BITS
 from deltic.loader.gguf.blocks import BY_NAME, LAYOUTS, decode
-from deltic.ops.cuda import quantized
 from deltic.ops.cuda.quantized import KINDS, Tiles, pack_tiles, serves, tiles_of
 
 TYPES = ("Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "IQ4_NL", "FP8", "MXFP4", *FOUR_BITS)
@@ -53,12 +52,6 @@ def packed(type: str, rows: int, columns: int, seed: int = 0, device: str = "cpu
     flat, width = raw.reshape(-1), raw.shape[1]
     tiles = pack_tiles(type, -1, rows, columns, width, lambda start, count: flat[start:start + count], device)
     return tiles, numbers
-
-
-@pytest.fixture(autouse=True)
-def unproven_formats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Types that stay packed only here, until their kernels have run on a card."""
-    monkeypatch.setattr(quantized, "PACKED_FORMATS", quantized.PACKED_FORMATS | quantized.UNPROVEN)
 
 
 @pytest.mark.parametrize("rows", [8, 3, 43])

@@ -22,7 +22,6 @@ from deltic.loader.quantize import STORED, quantize_parts
 from deltic.loader.safetensors import KeptForms
 from deltic.model.tensor_parallel import WeightSplitter
 from deltic.ops.cpu import missing
-from deltic.ops.cuda import quantized
 from deltic.ops.cuda.quantized import tiles_form
 from deltic.ops.parts import one_device
 from deltic.ops.quantized import PackedForm, QTensor, host_form
@@ -38,12 +37,6 @@ CONFIGS = {"dense": shape(**SIZES), "experts": replace(
 INTEGERS = ("pack-quantized", "pack-quantized, zeros", "gptq", "gptq, zeros", "awq")
 TYPES = {"NVFP4": "NVFP4", "NVFP4 of ModelOpt": "NVFP4", "MXFP4": "MXFP4", "mlx nvfp4": "NVFP4", "mlx mxfp4": "MXFP4",
          **dict.fromkeys(INTEGERS, "INT4_32")}
-
-
-@pytest.fixture(autouse=True)
-def unproven_formats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Types that stay packed only here, until their kernels have run on a card."""
-    monkeypatch.setattr(quantized, "PACKED_FORMATS", quantized.PACKED_FORMATS | quantized.UNPROVEN)
 
 
 def form(name: str) -> str | tuple[Form, dict[str, Any]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltic.ops.adapters import Adapter, AdapterLayer, LowRank, LowRanks
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import Module, entry, headers, load_module, why_not_compiled
+from deltic.ops.cuda.driver import Module, entry, headers, load_module
 from deltic.ops.cuda.kernel_config import ADD, Shapes
 from deltic.ops.cuda.staging import on_device
 
@@ -22,8 +22,6 @@ log = logging.getLogger("deltic")
 SERVED: Final = ("mix_in", "mix_out", "gate_up", "down")
 """The products of a layer that may have terms, in the order of the table. The logits come after all layers."""
 HEAD: Final = "head"
-PROVEN = False
-"""The kernels have run on a card. Until then they are used by tests only."""
 ENTRIES: Final = 64
 """Adapters in the table."""
 MAX_TERMS: Final = 4
@@ -218,8 +216,3 @@ def terms_of(adapters: StepAdapters | None, layer: int, name: str, x: Tensor, ro
              norm: Tensor | None = None) -> ProductTerms | None:
     """As `StepAdapters.of`; None without adapters."""
     return adapters.of(layer, name, x, rows, columns, norm) if adapters else None
-
-
-def why_no_adapters(shapes: Shapes, device: torch.device) -> str | None:
-    """Returns why the kernels for adapters are not used; None if they are."""
-    return why_not_compiled(source(shapes), device) if PROVEN else "their kernels have not run on a GPU yet"

@@ -15,7 +15,8 @@ from deltic.ops import Ops
 from deltic.ops.adapters import Adapter
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda import prefill, quantized_product
-from deltic.ops.cuda.adapters import HEAD, AdapterKernels, ProductTerms, StepAdapters, terms_of, why_no_adapters
+from deltic.ops.cuda.adapters import HEAD, AdapterKernels, ProductTerms, StepAdapters, terms_of
+from deltic.ops.cuda.adapters import source as adapters_source
 from deltic.ops.cuda.card import card_of
 from deltic.ops.cuda.cublas_rows import empty_rows, padded
 from deltic.ops.cuda.driver import load_module, why_not_compiled
@@ -191,7 +192,7 @@ class DecodeStep:
 
     def why_no_adapters(self) -> str | None:
         """Compiles the kernels for adapters. Returns why they are not used; None if they are."""
-        return why_no_adapters(self._shapes, self._device)
+        return why_not_compiled(adapters_source(self._shapes), self._device)
 
     def adapter_entries(self, adapters: Sequence[Adapter]) -> list[int | None]:
         """As `AdapterTable.entries_of`; None for all if the kernels are not used."""

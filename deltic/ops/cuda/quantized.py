@@ -41,9 +41,7 @@ PLAIN_KINDS: Final = frozenset({"BF16", "FP8"})
 """Formats that are multiplied with a bfloat16 input."""
 _AS_BYTES: Final = ("Q4_0", "Q5_0", "IQ4_NL")
 """Types that are Q8_0 with smaller codes."""
-UNPROVEN: Final = frozenset({"MXFP4", "NVFP4", "INT4_128", "INT4_64", "INT4_32"})
-"""Types with kernels that compile but have not run on a card. Their matrices become bfloat16."""
-PACKED_FORMATS: Final = frozenset({*KINDS, *_AS_BYTES}) - {"BF16"} - UNPROVEN
+PACKED_FORMATS: Final = frozenset({*KINDS, *_AS_BYTES}) - {"BF16"}
 """Types of matrices that can stay packed."""
 _IQ4_NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
