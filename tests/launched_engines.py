@@ -164,8 +164,9 @@ def launch_everything() -> None:
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return product(x, weight) if x.is_cuda else of_torch(x, weight, bias)
 
-    def mm(x: Tensor, y: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return product(x, y.t(), out_dtype)
+    def mm(x: Tensor, y: Tensor, out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
+        found = product(x, y.t(), out_dtype)
+        return found if out is None else out.copy_(found)
 
     DecodeStep.buffers, mtp.MtpHeadOp._enter = buffers, enter_head  # type: ignore[method-assign]
     BlockAccounts.share_pages, HybridCache._keep = share_pages, keep_here  # type: ignore[method-assign]

@@ -186,7 +186,8 @@ def run(folder: Path, tool: str, *arguments: str) -> str:
                sys.executable, *arguments]
     with (folder / f"{tool}.txt").open("w+") as said:
         subprocess.run(command, stdout=said, stderr=subprocess.STDOUT, timeout=500, cwd=ROOT, env={
-            **os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PYTHONUNBUFFERED": "1"})
+            **os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
         said.seek(0)
         text = said.read()
     if "Device not supported" in text:
