@@ -225,9 +225,9 @@ def _on_metal(heads: DeltaHeads, slots: Slots, group: Group) -> tuple[Array, Arr
 def step(heads: DeltaHeads, state: Array) -> tuple[Array, Array, Array]:
     """One token of each row: state [R, Hv, Dk, Dv] -> outputs [R, Hv, Dv], states, updates."""
     decay = mx.exp(heads.log_decay)[..., None]
-    reads = (mx.stack([heads.key, heads.query], axis=2) @ state) * decay[..., None]
-    update = (heads.value - reads[:, :, 0]) * heads.beta[..., None]
-    output = reads[:, :, 1] + (heads.key * heads.query).sum(axis=-1, keepdims=True) * update
+    by_key, by_query = ((x[..., None] * state).sum(axis=-2) * decay for x in (heads.key, heads.query))
+    update = (heads.value - by_key) * heads.beta[..., None]
+    output = by_query + (heads.key * heads.query).sum(axis=-1, keepdims=True) * update
     return output, state * decay[..., None] + heads.key[..., None] * update[..., None, :], update
 
 
