@@ -8,6 +8,8 @@
 Tasks: decode of one sequence and of eight, prefill of 2,048 tokens, and the next turn of a conversation of 8,192 tokens
 against its full prefill. mlx-lm's prompt cache continues a conversation if the new prompt begins with all earlier
 tokens; `edited_turn` drops the last 32 of them, as templates do that leave out earlier reasoning. Needs mlx-lm.
+MLX's wheels for CPUs bring the reference BLAS, which is 40 times slower in prompts than a fast one. To replace it,
+preload a library with a `cblas_sgemm` of its own.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def main() -> None:
     if args.worker:
         return work(args.worker, _start)
     settings = {"preset": args.preset, "layers": args.layers, "bits": args.bits, "dtype": args.dtype,
-                "threads": args.threads, "device": args.device}
+                "threads": args.threads, "device": args.device, "blas": args.blas}
     workers = {name: Worker(__file__, {**settings, "program": name}) for name in PROGRAMS}
     for task in args.tasks:
         rates = alternate(workers, {"task": task}, args.repeat)
@@ -59,6 +61,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--device", default="mlx", help="deltic's device; cpu compares its own kernels")
     parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--blas", help="name of the library that is preloaded in place of MLX's BLAS, for the record")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
