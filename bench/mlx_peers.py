@@ -61,7 +61,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--device", default="mlx", help="deltic's device; cpu compares its own kernels")
     parser.add_argument("--threads", type=int, default=available_cores())
-    parser.add_argument("--blas", help="name of the library that is preloaded in place of MLX's BLAS, for the record")
+    parser.add_argument("--blas", help="the BLAS library that you preload in place of MLX's own; it is recorded")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -197,7 +197,7 @@ def test_parts_are_compiled_by_other_processes(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_kernel_is_found_in_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CUDA driver clears the handle where it finds no kernel."""
+    """The fake driver sets the handle to null where it finds no kernel, like CUDA's."""
     def find(handle: Any, module: str, name: bytes) -> int:
         handle._obj.value = 7 if name.decode() in module else 0
         return 0 if handle._obj.value else 201 if module == "broken" else 500

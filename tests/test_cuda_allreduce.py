@@ -38,7 +38,7 @@ class Devices:
         self.parts = [torch.zeros(TOKENS, hidden, device=device) for device in self.devices]
         self.residuals = [torch.zeros(TOKENS, hidden, device=device) for device in self.devices]
         for device in set(self.devices):
-            torch.cuda.synchronize(device)  # else a stream may copy numbers before the default stream has set zeros
+            torch.cuda.synchronize(device)  # the default stream's zeros must not overwrite later copies
 
     @contextmanager
     def on(self, rank: int) -> Iterator[None]:

@@ -39,7 +39,7 @@ def choose_degree(source: OpenedModel, options: EngineConfig, ops: Ops, dtype: D
                 log.info("tp=auto: %d of %d GPUs hold %s and its context", degree, torch.cuda.device_count(),
                          source.name)
                 return given
-        except ConfigError:  # this model or another option allows no such split
+        except ConfigError:  # the model or another option does not allow this split
             continue
     return options
 

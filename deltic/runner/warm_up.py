@@ -27,8 +27,9 @@ Part = tuple[int, int]
 
 def prompt_plans(budget: int, max_context: int, max_batch: int, few: bool = False, page: int = 0
                  ) -> Iterator[StepPlan]:
-    """Yields steps with prompts of all sizes: alone, several, behind cached tokens, beside answers. The largest come
-    first and last. All write to one page and to slot 0. few: of two sizes only, for a model whose steps are slow."""
+    """Yields steps with prompts of every size, with several prompts, with prompts behind cached tokens, and with
+    prompts next to answers. The first and the last steps have the largest prompts. Every step writes to one page and
+    to slot 0. few: yields two sizes only, for a model with slow steps."""
     most = min(budget, max_context - 1)
     sizes = [size for size in _FEW_EXPERTS_SIZES if size <= most] if few else sizes_up_to(most)
     for size in reversed(sizes):
@@ -46,7 +47,7 @@ def prompt_plans(budget: int, max_context: int, max_batch: int, few: bool = Fals
         tokens = min(_BESIDE, most, budget - answers)
         if tokens > 1:
             yield _plan([*[(min(_CONTEXTS[0], max_context) - 1, 1)] * answers, (0, tokens)], page)
-    for size in (most, most - most // 32):  # other steps have split the blocks of memory of the first one
+    for size in (most, most - most // 32):  # the steps in between have split the largest blocks of memory
         if size > 1:
             yield _plan([(0, size)], page)
 

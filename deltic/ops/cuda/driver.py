@@ -170,11 +170,11 @@ class Module:
         return self._functions[name]
 
     def _find(self, name: str) -> c_void_p:
-        """Returns the kernel of the part that has it."""
+        """Returns the handle of a kernel. Raises ValueError if no part of the machine code has the kernel."""
         function = c_void_p()
         for module in self._modules:
             result = _driver().cuModuleGetFunction(byref(function), module, name.encode())
-            if result != _NOT_FOUND:  # which sets the handle to null
+            if result != _NOT_FOUND:  # the driver sets the handle to null where it finds nothing
                 _check(result)
                 return function
         raise ValueError(f"no kernel is called {name}")
