@@ -6,7 +6,7 @@
 
 Nothing is built or fetched here: programs that are not named are left out. One line per file and task:
 
-decode    64 tokens behind a prompt of 128, the prompt not counted; then 8 sequences with prompts of their own, 32
+decode    64 tokens behind a prompt of 128, the prompt not counted; then 8 sequences with prompts of their own, 64
           tokens each: tokens of all sequences together
 prefill   a prompt of 512 tokens, and one of 2,048
 start     seconds from the start of the process until a prompt of one token is answered, the file in the page cache
@@ -34,7 +34,7 @@ from programs import Measured, Program, Resident, Task, ik_llama_bench, llama_ba
 
 from deltic.config import available_cores
 
-TASKS = (Task("decode", 128, 64), Task("decode", 128, 32, 8), Task("prefill", 512, 1), Task("prefill", 2048, 1),
+TASKS = (Task("decode", 128, 64), Task("decode", 128, 64, 8), Task("prefill", 512, 1), Task("prefill", 2048, 1),
          Task("start", 1, 1))
 MEMORY = "memory"
 """The program that only reads memory, in GB/s."""
