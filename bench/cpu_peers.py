@@ -9,6 +9,7 @@ Nothing is built or fetched here: programs that are not named are left out. One 
 decode    64 tokens behind a prompt of 128, the prompt not counted; then 8 sequences with prompts of their own, 64
           tokens each: tokens of all sequences together
 prefill   a prompt of 512 tokens, and one of 2,048
+          --long: a prompt of 8,192, and 64 tokens behind it, instead; a round takes minutes
 start     seconds from the start of the process until a prompt of one token is answered, the file in the page cache
 
 Beside decoding, the rate is measured at which as many threads read memory. With the bytes that a step must move (all
@@ -36,10 +37,11 @@ from deltic.config import available_cores
 
 TASKS = (Task("decode", 128, 64), Task("decode", 128, 64, 8), Task("prefill", 512, 1), Task("prefill", 2048, 1),
          Task("start", 1, 1))
+LONG = (Task("prefill", 8192, 1), Task("decode", 8192, 64))
 MEMORY = "memory"
 """The program that only reads memory, in GB/s."""
 _BUFFER = 1 << 30
-_CONTEXT = 4096
+_CONTEXT = 8704
 
 
 def main() -> None:
@@ -48,7 +50,7 @@ def main() -> None:
         return work(args.worker, _start)
     for path in args.models:
         model = _model(path)
-        for task in TASKS:
+        for task in LONG if args.long else TASKS:
             if not args.only or task.name in args.only:
                 _compare(args, path.resolve(), model, task.small() if args.quick else task)
 
@@ -66,6 +68,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--only", action="append", choices=sorted({task.name for task in TASKS}))
+    parser.add_argument("--long", action="store_true", help="one sequence of 8,192 tokens, instead of all others")
     parser.add_argument("--quick", action="store_true", help="small sizes, once: only shows that everything works")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()

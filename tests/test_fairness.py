@@ -110,6 +110,16 @@ def test_prefill_steps_approach_the_stall_limit(answers: bool) -> None:
     assert times.limit(4, answers) == 4
 
 
+def test_a_model_that_only_reads_prompts_takes_large_steps() -> None:
+    """As a prefill replica, whose engine never decodes. Only steps beside answers must be short."""
+    times = StepTimes()
+    for _ in range(10):
+        tokens = times.limit(512, answers=False)
+        times.add(tokens, 0.01 + 0.0024 * tokens)
+    assert 120 < tokens < 160
+    assert times.limit(512, answers=True) == 16
+
+
 def test_a_large_model_spends_little_of_its_time_on_reading_weights() -> None:
     assert 0.3 < settled(StepTimes(), 0.1, 0.001, answers=True, budget=4096) <= 0.4
     assert 1.6 < settled(StepTimes(), 0.1, 0.001, answers=False, budget=4096) <= 2.0

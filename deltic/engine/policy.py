@@ -41,9 +41,9 @@ _BURST = 0.12
 a fixed cost, so that fewer steps bring all of them to their first token, and to their end, sooner."""
 _LASTS = 3
 """A burst lasts until so many times more answers run than prompts wait: its last prompts have waited longest."""
-_BESIDE_ANSWERS, _ALONE = 4, 20
-"""A step with prompts may last this many times as long as one without, so that reading the weights takes at most a
-quarter of the time while an answer runs, and a twentieth otherwise."""
+_BESIDE_ANSWERS, _ALONE, _UNKNOWN = 4, 20, 0.02
+"""A step with prompts may last this many times as long as one without, so that weights are read in at most a quarter of
+the time beside answers, else in a twentieth. Without answers so far: as many times `_UNKNOWN` seconds."""
 
 
 def share(budget: int, pending: Sequence[int], goals: Sequence[int]) -> list[int]:
@@ -130,8 +130,7 @@ class StepTimes:
     steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=2 * _RECENT))
     """Prompt tokens and seconds of these steps."""
     fixed: float = 0.0
-    """Seconds that such a step takes whatever the number of its tokens: weights are dequantized, or come from the
-    host."""
+    """Seconds that such a step takes for any number of tokens: weights are dequantized, or come from the host."""
 
     def add(self, tokens: int, seconds: float) -> None:
         """Record the duration of a step in seconds and its prompt tokens."""
@@ -169,7 +168,8 @@ class StepTimes:
         if answers and self.longest is not None:
             return self.longest
         times = _BESIDE_ANSWERS if answers else _ALONE
-        return max(_BURST if answers and burst else _STALL, times * median(self.without) if self.without else 0)
+        usual = median(self.without) if self.without else 0.0 if answers else _UNKNOWN
+        return max(_BURST if answers and burst else _STALL, times * usual)
 
 
 def is_burst(prompts: Iterable[Running], answers: Iterable[Running], lasts: bool = False) -> bool:
