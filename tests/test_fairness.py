@@ -111,7 +111,7 @@ def test_prefill_steps_approach_the_stall_limit(answers: bool) -> None:
 
 
 def test_a_model_that_only_reads_prompts_takes_large_steps() -> None:
-    """As a prefill replica, whose engine never decodes. Only steps beside answers must be short."""
+    """The engine of a prefill replica never decodes. Only steps with answers must be short."""
     times = StepTimes()
     for _ in range(10):
         tokens = times.limit(512, answers=False)

@@ -43,7 +43,7 @@ _LASTS = 3
 """A burst lasts until so many times more answers run than prompts wait: its last prompts have waited longest."""
 _BESIDE_ANSWERS, _ALONE, _UNKNOWN = 4, 20, 0.02
 """A step with prompts may last this many times as long as one without, so that weights are read in at most a quarter of
-the time beside answers, else in a twentieth. Without answers so far: as many times `_UNKNOWN` seconds."""
+the time if answers run, else in a twentieth. Until a step without prompts has run, it counts as `_UNKNOWN` seconds."""
 
 
 def share(budget: int, pending: Sequence[int], goals: Sequence[int]) -> list[int]:
