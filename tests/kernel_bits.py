@@ -47,8 +47,10 @@ class Recorder:
         def add(value: Any, depth: int = 0) -> None:
             nonlocal count
             if isinstance(value, torch.Tensor):
-                if value.device.type == "cpu" and value.numel() * value.element_size() < _LARGE:
-                    digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                plain = value.device.type == "cpu" and value.layout is torch.strided  # torch packs for oneDNN
+                if plain and 0 < value.numel() * value.element_size() < _LARGE:
+                    whole = value.detach().clone(memory_format=torch.contiguous_format)
+                    digest.update(whole.view(-1).view(torch.uint8).numpy().tobytes())
                     count += 1
             elif isinstance(value, np.ndarray) and value.dtype.kind in "fiu" and value.nbytes < _LARGE:
                 digest.update(value.tobytes())
