@@ -23,11 +23,16 @@ def bars() -> list[tuple[str, float, float, float]]:
     found: dict[str, tuple[str, float, float, float]] = {}
     for line in RESULTS.read_text(encoding="utf-8").splitlines():
         run = json.loads(line)
-        file = run["model"]["file"].removesuffix(".gguf").removeprefix("random-0.8b-")
+        if run["task"] == "start":
+            continue
+        types = run["model"]["tensors"]
+        kind = max((name for name in types if name != "F32"), key=types.__getitem__)
         case = f"prefill of {run['prompt_tokens']:,}" if run["task"] == "prefill" else "decode"
+        if run["task"] == "decode" and run["prompt_tokens"] > 1000:
+            case += f" after {run['prompt_tokens']:,}"
         if run["batch"] > 1:
             case += f", {run['batch']} sequences"
-        label = f"{file}: {case}"
+        label = f"{kind}: {case}"
         found[label] = (label, run["deltic"]["median"], run["llama.cpp"]["median"],
                         run["ratios"]["llama.cpp"]["ratio_of_medians"])
     return sorted(found.values())

@@ -50,6 +50,8 @@ class Recorder:
                 plain = value.device.type == "cpu" and value.layout is torch.strided  # torch packs for oneDNN
                 if plain and 0 < value.numel() * value.element_size() < _LARGE:
                     whole = value.detach().clone(memory_format=torch.contiguous_format)
+                    if whole.is_floating_point():
+                        whole[whole.isnan()] = float("nan")  # its sign and payload depend on the order of operands
                     digest.update(whole.view(-1).view(torch.uint8).numpy().tobytes())
                     count += 1
             elif isinstance(value, np.ndarray) and value.dtype.kind in "fiu" and value.nbytes < _LARGE:
