@@ -31,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # unwritten memory then has the same numbers
     config.pluginmanager.register(Recorder(config.getoption("--kernel-bits")))
 
 
