@@ -33,7 +33,7 @@ ALONE := tests/test_cuda_density.py tests/test_cuda_memory.py tests/test_cuda_te
 test-gpu: deltic/ops/cpu/libdeltic.so
 	$(PYTHON) -m pytest $(ON_GPU) --dist loadfile $(filter-out $(ALONE),$(wildcard tests/test_cuda_*.py))
 	$(PYTHON) -m pytest -p no:benchmark $(ALONE)
-	$(PYTHON) -m pytest $(ON_GPU) --device cuda tests/test_same_answer.py
+	$(PYTHON) -m pytest $(ON_GPU) --device cuda tests/test_same_answer.py tests/test_lora.py
 	$(PYTHON) -m pytest $(ON_GPU) --card-memory 5 --maxschedchunk 1 tests/test_sanitizer.py
 
 # what an install compiles, for a checkout that is not installed

@@ -9,7 +9,7 @@ Nothing is built or fetched here: programs that are not named are left out. One 
 decode    64 tokens behind a prompt of 128, the prompt not counted; then 8 sequences with prompts of their own, 64
           tokens each: tokens of all sequences together
 prefill   a prompt of 512 tokens, and one of 2,048
-          --long: a prompt of 8,192, and 64 tokens behind it, instead; a round takes minutes
+          --long replaces all tasks by a prompt of 8,192 tokens and by 64 tokens after it; a round takes minutes
 start     seconds from the start of the process until a prompt of one token is answered, the file in the page cache
 
 Beside decoding, the rate is measured at which as many threads read memory. With the bytes that a step must move (all
@@ -68,7 +68,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--only", action="append", choices=sorted({task.name for task in TASKS}))
-    parser.add_argument("--long", action="store_true", help="one sequence of 8,192 tokens, instead of all others")
+    parser.add_argument("--long", action="store_true", help="measure one sequence of 8,192 tokens, and nothing else")
     parser.add_argument("--quick", action="store_true", help="small sizes, once: only shows that everything works")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)  # unwritten memory then has the same numbers
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills unwritten memory with fixed numbers
     config.pluginmanager.register(Recorder(config.getoption("--kernel-bits")))
 
 
@@ -48,11 +48,11 @@ class Recorder:
         def add(value: Any, depth: int = 0) -> None:
             nonlocal count
             if isinstance(value, torch.Tensor):
-                plain = value.device.type == "cpu" and value.layout is torch.strided  # torch packs for oneDNN
+                plain = value.device.type == "cpu" and value.layout is torch.strided  # oneDNN's have no bytes to read
                 if plain and 0 < value.numel() * value.element_size() < _LARGE:
                     whole = value.detach().clone(memory_format=torch.contiguous_format)
                     if whole.is_floating_point():
-                        whole[whole.isnan()] = float("nan")  # its sign and payload depend on the order of operands
+                        whole[whole.isnan()] = float("nan")  # IEEE 754 fixes no sign or payload
                     digest.update(whole.view(-1).view(torch.uint8).numpy().tobytes())
                     count += 1
             elif isinstance(value, np.ndarray) and value.dtype.kind in "fiu" and value.nbytes < _LARGE:

@@ -305,7 +305,7 @@ def test_formats_by_layer(tmp_path: Path) -> None:
 
 @needs_kernels
 def test_bytes_on_a_gpu_that_keeps_float8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVFP4 stays packed beside float8."""
+    """The reader keeps NVFP4 and float8 weights as they are stored."""
     config = wide_shape()
     write_mixed(tmp_path, config)
     monkeypatch.setattr(weights, "packed_form", lambda options, device: tiles_form("cpu"))

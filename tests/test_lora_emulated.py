@@ -87,9 +87,9 @@ def adapters() -> list[Adapter]:
         return tuple(term(COLUMNS, size, rank, first, seed + place)
                      for place, ((first, size), rank) in enumerate(zip(sizes, ranks, strict=False)))
     return [
-        adapter("a", {"mix_in": many(16, 3, 1, 24, seed=1)}, {"mix_in": many(5, seed=9)}),
+        adapter("a", {"mix_in": many(16, 3, 1, 64, seed=1)}, {"mix_in": many(5, seed=9)}),
         adapter("b", {"down": many(8, 8, seed=20)}, {"mix_in": many(17, 16, 9, 1, seed=30)}),
-        adapter("c", {}, {"mix_in": many(24, 8, seed=40), "down": many(1, seed=44)}, head=many(16, seed=50)),
+        adapter("c", {}, {"mix_in": many(24, 40, seed=40), "down": many(1, seed=44)}, head=many(16, seed=50)),
     ]
 
 
