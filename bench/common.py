@@ -73,8 +73,9 @@ def work(settings: str, start: Callable[[dict[str, Any]], tuple[dict[str, Any], 
 
 
 def environment() -> dict[str, str]:
-    """Ours, with this checkout's package in front."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    """Ours, with this checkout's package in front. Python may keep what it compiles, as an installed package does."""
+    ours = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**ours, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), ours.get("PYTHONPATH")]))}
 
 
 def port_of(process: subprocess.Popen[str]) -> int:
