@@ -100,3 +100,21 @@ def test_a_session_drafts_the_same_however_its_tokens_came(pieces: tuple[int, ..
     assert cut.draft(7, 3) == whole.draft(7, 3)
     rows = [head_rows(each.runtime, each._cache.pages, done) for each in (cut, whole)]
     assert all(torch.equal(*pair) for pair in zip(*rows, strict=True))
+
+
+def test_a_copy_of_the_model_leaves_late_tokens_to_their_head() -> None:
+    """The pools write late tokens before pages move. They once forgot the head of a model that had been copied: its
+    keys were written to memory that had become another sequence's state."""
+    runtime = headed()
+    engine, copies = Engine(runtime, depth=FixedDraftLength(0)), [replace(runtime)]
+    engine.add(greedy(numbers(0, 5, 500), 20, "a"))
+    for copied in (True, False):
+        for _ in range(4):
+            engine.step()
+        head = runtime.mtp_runner
+        assert head and head._backlog and bool(copies) == copied
+        runtime.pools.apply(())
+        assert head._backlog is None
+        copies.clear()
+    engine.abort("a")
+    engine.check()

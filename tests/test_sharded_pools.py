@@ -167,8 +167,8 @@ def test_what_steps_left_is_written_first() -> None:
     pools = pools_of(shape(), 2, KINDS["float32"])
     assert isinstance(pools, ShardedPools)
     order = list[str]()
-    pools.backlogs.append(lambda: order.append("backlog"))
-    pools.shards[0].backlogs.append(lambda: order.append("first shard"))
+    pools.backlogs.append(lambda: lambda: order.append("backlog"))
+    pools.shards[0].backlogs.append(lambda: lambda: order.append("first shard"))
     pools.apply((CopySlot(0, 1),))
     assert order == ["backlog", "first shard"]
     pools.sound((0,), (0,), 1)

@@ -36,7 +36,7 @@ class ShardedPools:
 
     shards: tuple[CachePools, ...]
     item: CachePools
-    backlogs: list[Callable[[], None]] = field(default_factory=list)
+    backlogs: list[Callable[[], Callable[[], None] | None]] = field(default_factory=list)
 
     @property
     def sizes(self) -> PoolSizes:
@@ -101,8 +101,9 @@ class ShardedPools:
         return True
 
     def _write_backlogs(self) -> None:
-        for write in self.backlogs:
-            write()
+        for backlog in self.backlogs:
+            if write := backlog():
+                write()
 
 
 def allocate_shards(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, ops: Sequence[Ops],

@@ -164,7 +164,7 @@ class CachePools:
     numbers: the next numbers.
     layout: the tensors of pages and `recurrent` are views of the same memory, whose layers overlap; only some numbers
         of pages and slots are used.
-    backlogs: each writes what steps have left to be written before the tensors are read elsewhere.
+    backlogs: weak references to methods, each of which writes what steps have put off. Others read the tensors then.
     parts: what these pools have of an item's tensors, by name, if they are a shard's; else all of them.
 
     Memory is not initialised: a slot is read only after a write (rows with done = 0 start from zero), a K/V entry only
@@ -185,7 +185,7 @@ class CachePools:
     copying: deque[Arrival] = field(default_factory=deque)
     held: dict[int, object] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=count)
-    backlogs: list[Callable[[], None]] = field(default_factory=list)
+    backlogs: list[Callable[[], Callable[[], None] | None]] = field(default_factory=list)
     parts: Mapping[str, TensorPart] = field(default_factory=dict)
 
     @property
@@ -315,8 +315,9 @@ class CachePools:
                         for pool in self.page_tensors for layer in pool))
 
     def _write_backlogs(self) -> None:
-        for write in self.backlogs:
-            write()
+        for backlog in self.backlogs:
+            if write := backlog():
+                write()
 
     def _copy(self, by: Callable[[tuple[Tensor, ...], Tensor, Tensor], None], tensors: tuple[Tensor, ...], source: int,
               target: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -201,7 +202,7 @@ class ModelRunner:
         if self.step is None:
             self.partial_head = None  # torch multiplies with the matrix in another precision than its own steps
         if self.mtp_runner:
-            pools.backlogs[:] = [self.mtp_runner.catch_up]
+            pools.backlogs.append(WeakMethod(self.mtp_runner.catch_up))  # a copy of this runner adds its own
         graphs = (ShardedGraphs(self.step) if isinstance(self.step, ShardedStep)
                   else CudaGraphs(lambda batch: self._follow(batch)[0]))
         self.graphs = (graphs
