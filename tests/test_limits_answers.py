@@ -161,7 +161,7 @@ def test_a_client_that_reads_slowly_is_served(steady: bool, monkeypatch: pytest.
     checks, check, engine = list[Connection](), Connection.check, Scripted()
     monkeypatch.setattr(Connection, "check", lambda known: (check(known), checks.append(known)))
     model = engine.model(max_unread_tokens=16, unread_seconds=2)
-    with serving(model) as served, served.clock() as advance:  # busy machines must not make the client slower
+    with serving(model) as served, served.clock() as advance:  # a busy machine must not delay the client
         raw, data = served.send("/v1/completions", 4096, prompt="x", stream=True, max_tokens=4000, logprobs=1), b""
         wait_until(lambda: bool(engine.paused))
         (connection,) = served.server.server_state.connections

@@ -103,8 +103,8 @@ def test_a_session_drafts_the_same_however_its_tokens_came(pieces: tuple[int, ..
 
 
 def test_a_copy_of_the_model_leaves_late_tokens_to_their_head() -> None:
-    """The pools write late tokens before pages move. They once forgot the head of a model that had been copied: its
-    keys were written to memory that had become another sequence's state."""
+    """Pools write deferred K/V before pages move. If they forgot the head of a copied model, it would write its K/V to
+    memory that has become another sequence's state."""
     runtime = headed()
     engine, copies = Engine(runtime, depth=FixedDraftLength(0)), [replace(runtime)]
     engine.add(greedy(numbers(0, 5, 500), 20, "a"))

@@ -212,8 +212,8 @@ class Served:
 
     @contextmanager
     def clock(self) -> Iterator[Callable[[float], None]]:
-        """Stops the event loop's clock; gives what moves it on by some seconds. It goes on from there at the end: a
-        jump would make timers or clients late."""
+        """Stops the event loop's clock; yields a function that advances it. The clock continues from there at the
+        end, because a jump would delay timers or make clients seem late."""
         loop, real = self.loop, self.loop.time
         now = real()
 

@@ -176,7 +176,7 @@ def test_every_sample_names_the_model(served: Served) -> None:
 
 
 def test_metrics_match_the_requests(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny().engine.scheduler, "times", None)  # after slow steps a prompt would be read in several
+    monkeypatch.setattr(tiny().engine.scheduler, "times", None)  # slow steps would split the prompt
     before = scrape(served)
     assert before["requests_running"] == before["requests_waiting"] == 0
     usage = complete(served, [*range(100, 150)], 8)

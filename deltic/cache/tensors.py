@@ -164,7 +164,7 @@ class CachePools:
     numbers: the next numbers.
     layout: the tensors of pages and `recurrent` are views of the same memory, whose layers overlap; only some numbers
         of pages and slots are used.
-    backlogs: weak references to methods, each of which writes what steps have put off. Others read the tensors then.
+    backlogs: weak references to methods that write deferred K/V. `apply` and `sound` call them first.
     parts: what these pools have of an item's tensors, by name, if they are a shard's; else all of them.
 
     Memory is not initialised: a slot is read only after a write (rows with done = 0 start from zero), a K/V entry only
