@@ -154,13 +154,18 @@ def _served(runtime: ModelRunner) -> str:
 
 def _replays(runtime: ModelRunner, batch: int) -> float | None:
     """Microseconds of the step's graph alone, or of those of all devices, replayed again and again."""
-    if runtime.graphs is None:
-        return None
-    captured = _captured(runtime, batch)
-    if captured is None:
+    replay = _replay_of(runtime, batch)
+    return None if replay is None else _time(replay)
+
+
+def _replay_of(runtime: ModelRunner, batch: int) -> Callable[[], None] | None:
+    """Replays the graphs of a step on all devices; None if there are none."""
+    captured = runtime.graphs and _captured(runtime, batch)
+    if not captured:
         return None
     if not isinstance(runtime.step, ShardedStep):
-        return _time(captured.graph.replay)
+        alone: Callable[[], None] = captured.graph.replay
+        return alone
     devices = runtime.step.devices
 
     def replay() -> None:
@@ -168,7 +173,7 @@ def _replays(runtime: ModelRunner, batch: int) -> float | None:
             with torch.cuda.device(device):
                 graph.replay()
 
-    return _time(replay)
+    return replay
 
 
 def _time(replay: Callable[[], None]) -> float:
@@ -190,22 +195,24 @@ def _captured(runtime: ModelRunner, batch: int) -> Any:
 
 
 def _kernels(runtime: ModelRunner, batch: int) -> None:
-    """Microseconds of each kernel in a replayed step: all together, how many, one. What waits for the kernel before it
-    counts its waiting."""
-    _profile(_captured(runtime, batch).graph)
+    """Microseconds of each kernel of the first device in a replayed step: all together, how many, one. What waits for
+    the kernel before it, or for another device, counts its waiting."""
+    replay = _replay_of(runtime, batch)
+    assert replay
+    _profile(replay)
 
 
-def _profile(graph: Any) -> None:
+def _profile(replay: Callable[[], None]) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     found = defaultdict[str, list[float]](list)
-    graph.replay()
+    replay()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        graph.replay()
+        replay()
         torch.cuda.synchronize()
     for event in profiler.events() or ():
-        if event.device_time:
+        if event.device_time and event.device_index == 0:
             found[event.name].append(event.device_time)
     for name, times in sorted(found.items(), key=lambda item: -sum(item[1])):
         print(f"  {sum(times):9.1f} {len(times):5} {median(times):8.2f}  {name[:90]}", flush=True)
@@ -261,7 +268,7 @@ def _speculate(runtime: ModelRunner, args: argparse.Namespace, batch: int) -> No
     if args.kernels and isinstance(runtime.graphs, CudaGraphs):
         for bucket, captured in runtime.graphs._captured.items():
             if bucket[2] == 4 * batch:
-                _profile(captured.graph)
+                _profile(captured.graph.replay)
 
 
 def _all_replays(runtime: ModelRunner) -> dict[str, float]:

@@ -11,32 +11,38 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.errors import UnavailableError
-from deltic.ops.cuda.allreduce import AllReduce
+from deltic.ops.cuda.allreduce import AllReduce, RowNorm
 from deltic.ops.cuda.driver import record
 from deltic.ops.slices import tree_sum
 
 UNITS_APART = True
 __test__ = torch.cuda.is_available()
-TOKENS = 16
+EPS = 1e-6
 COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
 PLACES = [(2, "streams"), (4, "streams"),
           *((count, kind) for count in (2, 4, 8) if count <= COUNT for kind in ("peers", "host"))]
+each_case = [pytest.param((*place, dtype), id=f"{place[0]} {place[1]} {str(dtype)[6:]}")
+             for dtype in (torch.float32, torch.bfloat16) for place in PLACES]
 
 
 class Devices:
     """One stream of each device, and its residual [T, H] and part."""
 
-    def __init__(self, count: int, kind: str, seconds: float = 5.0) -> None:
+    def __init__(self, count: int, kind: str, dtype: torch.dtype, seconds: float = 5.0) -> None:
         self.devices = [torch.device("cuda", 0 if kind == "streams" else rank) for rank in range(count)]
         self.streams = [torch.cuda.Stream(device) for device in self.devices]
-        hidden = 1024 if kind == "streams" else 5120  # all blocks of all streams must find room
-        self.sums = AllReduce(self.devices, TOKENS * hidden, seconds, kind == "host" or None)
+        hidden = 1032 if kind == "streams" else 5120  # all blocks of all streams must find room
+        self.tokens = 16 if dtype == torch.float32 else 48 if kind == "streams" else 256
+        self.sums = AllReduce(self.devices, hidden, 16, self.tokens, seconds, kind == "host" or None)
         assert self.sums.through_host == (kind == "host")
-        self.parts = [torch.zeros(TOKENS, hidden, device=device) for device in self.devices]
-        self.residuals = [torch.zeros(TOKENS, hidden, device=device) for device in self.devices]
+        self.parts = [torch.zeros(self.tokens, hidden, device=device, dtype=dtype) for device in self.devices]
+        self.residuals = [torch.zeros(self.tokens, hidden, device=device) for device in self.devices]
+        self.scales = [torch.linspace(-1, 2, hidden, device=device) for device in self.devices]
+        self.normed = [torch.zeros_like(residual, dtype=torch.bfloat16) for residual in self.residuals]
         for device in set(self.devices):
             torch.cuda.synchronize(device)  # the default stream's zeros must not overwrite later copies
 
@@ -48,8 +54,8 @@ class Devices:
     def fill(self, seed: int) -> tuple[list[Tensor], Tensor]:
         """Sets new numbers; returns the parts and the residual on the CPU."""
         rng = torch.Generator().manual_seed(seed)
-        size = self.parts[0].shape
-        parts = [torch.randn(size, generator=rng) * 10.0**(rank % 3) for rank in range(len(self.devices))]
+        size, dtype = self.parts[0].shape, self.parts[0].dtype
+        parts = [(torch.randn(size, generator=rng) * 10.0**(rank % 3)).to(dtype) for rank in range(len(self.devices))]
         residual = torch.randn(size, generator=rng)
         for rank, part in enumerate(parts):
             with self.on(rank):
@@ -58,8 +64,14 @@ class Devices:
         self.wait()
         return parts, residual
 
-    def add(self, rank: int, tokens: int = TOKENS) -> None:
-        self.sums.add(rank, self.parts[rank][:tokens], self.residuals[rank][:tokens])
+    def add(self, rank: int, sixteenths: int = 16) -> None:
+        """sixteenths: of the tokens."""
+        tokens = self.tokens * sixteenths // 16
+        part, residual = self.parts[rank][:tokens], self.residuals[rank][:tokens]
+        if part.dtype == torch.float32:
+            self.sums.add(rank, part, residual)
+        else:
+            self.sums.add_norm(rank, part, residual, RowNorm(self.normed[rank][:tokens], self.scales[rank], EPS))
 
     def wait(self) -> None:
         for stream in self.streams:
@@ -73,20 +85,49 @@ class Devices:
         self.sums.check()
 
 
-@pytest.fixture(params=PLACES, ids=lambda place: f"{place[0]} {place[1]}")
+def sum_of(parts: list[Tensor]) -> Tensor:
+    """Returns what a sum adds to the residual. Two devices do not round sums of bfloat16 numbers."""
+    if parts[0].dtype == torch.float32:
+        return tree_sum(parts)
+    total = torch.zeros(parts[0].shape)
+    for part in parts:
+        total += part.float()
+    return total if len(parts) == 2 else total.bfloat16().float()
+
+
+@pytest.fixture(params=each_case)
 def devices(request: pytest.FixtureRequest) -> Devices:
     return Devices(*request.param)
 
 
 def test_sums(devices: Devices) -> None:
     """With all numbers of tokens, so that a box still has what other sums left there."""
-    for seed, tokens in enumerate([*range(1, TOKENS + 1), 1, 1, 1, 16, 2]):
+    for seed, part in enumerate([*range(1, 17), 1, 1, 1, 16, 2]):
         parts, residual = devices.fill(seed)
-        devices.run(lambda rank, tokens=tokens: devices.add(rank, tokens))  # type: ignore[misc]
-        wanted = residual.clone()
-        wanted[:tokens] += tree_sum(parts)[:tokens]
+        devices.run(lambda rank, part=part: devices.add(rank, part))  # type: ignore[misc]
+        wanted, tokens = residual.clone(), devices.tokens * part // 16
+        wanted[:tokens] += sum_of(parts)[:tokens]
         for found in devices.residuals:
             assert torch.equal(found.cpu(), wanted), f"{tokens} tokens"
+        if parts[0].dtype == torch.bfloat16:
+            norm = F.rms_norm(wanted.double(), wanted.shape[1:], devices.scales[0].double().cpu(), EPS)[:tokens]
+            for normed in devices.normed:
+                assert torch.equal(normed[:tokens].cpu(), devices.normed[0][:tokens].cpu())
+                assert bool(((normed[:tokens].cpu().double() - norm).abs() <= 0.005 * norm.abs()).all())
+
+
+def test_wide_norms() -> None:
+    """In float32, beside those in bfloat16."""
+    devices = Devices(2, "streams", torch.bfloat16)
+    devices.fill(1)
+    wide = [torch.zeros_like(residual) for residual in devices.residuals]
+    torch.cuda.synchronize()
+    devices.run(lambda rank: devices.sums.add_norm(rank, devices.parts[rank], devices.residuals[rank], RowNorm(
+        devices.normed[rank], devices.scales[rank], EPS, wide[rank])))
+    norm = F.rms_norm(devices.residuals[0].double(), wide[0].shape[1:], devices.scales[0].double(), EPS)
+    for rank in range(2):
+        assert torch.equal(devices.normed[rank], wide[rank].bfloat16())
+        assert bool(((wide[rank] - norm).abs() <= 1e-5 * norm.abs()).all())
 
 
 def test_replayed_graphs(devices: Devices) -> None:
@@ -109,7 +150,7 @@ def test_replayed_graphs(devices: Devices) -> None:
 
         devices.run(launch)
         for _ in range(3):
-            wanted = wanted + tree_sum(parts)
+            wanted = wanted + sum_of(parts)
         for found in devices.residuals:
             assert torch.equal(found.cpu(), wanted), turn
 
@@ -125,20 +166,21 @@ def test_many_sums_in_a_row(devices: Devices) -> None:
             with devices.on(rank):
                 if order.random() < 0.3:
                     torch.cuda._sleep(order.randrange(1, 300_000))
-                devices.add(rank, 1 + index % TOKENS)
+                devices.add(rank, 1 + index % 16)
     devices.wait()
     devices.sums.check()
     for index in range(50):
-        residual[:1 + index % TOKENS] += tree_sum(parts)[:1 + index % TOKENS]
+        tokens = devices.tokens * (1 + index % 16) // 16
+        residual[:tokens] += sum_of(parts)[:tokens]
     for found in devices.residuals:
         assert torch.equal(found.cpu(), residual)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]} {place[1]}")
-def test_a_device_that_never_comes(place: tuple[int, str]) -> None:
+@pytest.mark.parametrize("case", each_case)
+def test_a_device_that_never_comes(case: tuple[int, str, torch.dtype]) -> None:
     """The others end in time, say who was missing, and give NaN; later sums do not wait,
     and are right after the check."""
-    devices, last = Devices(*place, seconds=0.3), place[0] - 1
+    devices, last = Devices(*case, seconds=0.3), case[0] - 1
     devices.run(devices.add)
     devices.fill(1)
     began = time.monotonic()
@@ -156,10 +198,36 @@ def test_a_device_that_never_comes(place: tuple[int, str]) -> None:
     parts, residual = devices.fill(2)
     for _ in range(3):
         devices.run(devices.add)
-        residual += tree_sum(parts)
+        residual += sum_of(parts)
     assert all(torch.equal(found.cpu(), residual) for found in devices.residuals), "the sums did not begin again"
+
+
+def test_sums_of_kernels_of_both_kinds_in_turns() -> None:
+    """They count the same sums, and each has boxes of its own."""
+    devices = Devices(4, "streams", torch.bfloat16)
+    parts, residual = devices.fill(3)
+    few = [part[:8].float().contiguous() for part in devices.parts]
+    for turn in range(7):
+        devices.run(devices.add)
+        residual += sum_of(parts)
+        for _ in range(turn % 3):
+            devices.run(lambda rank: devices.sums.add(rank, few[rank], devices.residuals[rank][:8]))
+            residual[:8] += tree_sum([part[:8].float() for part in parts])
+    assert all(torch.equal(found.cpu(), residual) for found in devices.residuals)
+
+
+def test_numbers_that_are_none() -> None:
+    """Not a number with all bits set, which stands for a number that has not come."""
+    devices = Devices(2, "streams", torch.bfloat16)
+    devices.fill(4)
+    for rank in range(2):
+        with devices.on(rank):
+            devices.parts[rank].view(torch.int16).fill_(-1)
+    devices.wait()
+    devices.run(devices.add)
+    assert all(bool(found.isnan().all()) for found in (*devices.residuals, *devices.normed))
 
 
 def test_bad_numbers_of_devices() -> None:
     with pytest.raises(ValueError, match="3 devices: sums are made over 2, 4 or 8"):
-        AllReduce([torch.device("cuda", 0)] * 3, 64)
+        AllReduce([torch.device("cuda", 0)] * 3, 64, 1, 1)

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import pytest
 import torch
+import torch.nn.functional as F
 from sharded_cases import content, write_page, write_slot
 from support import numbers
 from torch import Tensor
@@ -48,6 +49,12 @@ def exchange(parts: Sequence[PartialSum]) -> None:
             part.own.copy_(total)
         else:
             part.residual.add_(total)
+        if norm := part.norm:
+            assert part.residual is not None
+            normed = F.rms_norm(part.residual, norm.scale.shape, norm.scale, norm.eps)
+            norm.y.copy_(normed)
+            if norm.wide is not None:
+                norm.wide.copy_(normed)
 
 
 @dataclass

@@ -258,7 +258,7 @@ def test_mixtures(shape: ExpertsShape) -> None:
 @pytest.mark.parametrize("tokens", [17, 300, 1500])
 @pytest.mark.parametrize("shape", [test_cuda_experts.TRUE, ExpertsShape(64, 24, 20, 5, False, False)], ids=str)
 def test_mixtures_of_many_tokens(shape: ExpertsShape, tokens: int) -> None:
-    """Each device has the sum over its experts, whatever the others have; the shared one is not in it."""
+    """Each device has the sum over its experts, whatever the others have, and the share of what it is given."""
     whole, device = test_cuda_experts.Mixture(shape), torch.device("cuda", torch.cuda.current_device())
     x = whole.input(tokens)[1].bfloat16()
     wanted = whole.experts.gemm_rows(whole.weights, x).double()
@@ -277,6 +277,9 @@ def test_mixtures_of_many_tokens(shape: ExpertsShape, tokens: int) -> None:
             part = op.gemm_rows(own, x)
             assert torch.equal(op.gemm_rows(own, x), part) and not bool(op._counts.any())
             total += part
+            if shared:
+                more = randn(*x.shape, seed=shards).bfloat16()
+                assert error(op.gemm_rows(own, x, shared=more), part + share * more.double()) < 8e-3
         assert len(weights) == shards and error(total, wanted) < 8e-3, shards
 
 

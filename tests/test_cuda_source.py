@@ -125,7 +125,7 @@ def test_struct_layouts(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "base"), [("Verify", "Gdn"), ("OverRings", "Gdn"), ("AddedProduct", "Product"),
-                                            ("AddedPacked", "Packed")])
+                                            ("AddedPacked", "Packed"), ("AllReduceNorm", "AllReduce")])
 def test_derived_struct_layouts(name: str, base: str) -> None:
     given: type[KernelArguments] = getattr(arguments, f"{name}Args")
     assert [member for member, _ in given._fields_] == [*members(base), *members(f"{name} : {base}")]

@@ -223,9 +223,8 @@ def spread(x: Tensor, heads: int, tiled: bool = False) -> Tensor:
     return x.repeat_interleave(heads // x.shape[-2], dim=-2)
 
 
-def gated_delta_step(
-    state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def gated_delta_step(state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
+                     ) -> tuple[Tensor, Tensor, Tensor]:
     """One token of the gated delta rule (arXiv 2412.06464, equation 10).
 
     state [Hv, Dk, Dv]; query, key [Hk, Dk], normalised; value [Hv, Dv]; decay a = exp(g) and beta [Hv].

@@ -60,9 +60,8 @@ class ExpertStore:
         files = (c_int * len(opened))(*(file for file, _ in opened))
         self.direct = all(direct for _, direct in opened)
         structs, _kept = self._structs()
-        made = library().deltic_expert_store_new(
-            structs, len(layers), len(layers[0]), files, len(opened), READER_THREADS, refresh
-        )
+        made = library().deltic_expert_store_new(structs, len(layers), len(layers[0]), files, len(opened),
+                                                 READER_THREADS, refresh)
         if not made:
             for file, _ in opened:
                 os.close(file)

@@ -94,9 +94,8 @@ def _multiply(pool: ThreadPool, x: Tensor, struct: LinearWeight) -> Tensor:
     return out
 
 
-def add_norm(
-    pool: ThreadPool, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def add_norm(pool: ThreadPool, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+             ) -> tuple[Tensor, Tensor]:
     if residual.dtype not in KINDS:
         return TORCH.add_norm(residual, delta, weight, eps)
     wide = residual.float().contiguous()
@@ -212,9 +211,8 @@ def kv_pages(view: KvView) -> Kv:
     return Kv(address(view.keys), address(view.values), KV_KINDS[view.keys.dtype], len(view.keys))
 
 
-def attention_mixer(
-    pool: ThreadPool, x: Tensor, weights: AttentionWeights, kv: KvView, batch: Batch, rope: Rope
-) -> Tensor:
+def attention_mixer(pool: ThreadPool, x: Tensor, weights: AttentionWeights, kv: KvView, batch: Batch, rope: Rope
+                    ) -> Tensor:
     if x.dtype not in KINDS or kv.keys.dtype not in KV_KINDS:
         return TORCH.attention_mixer(x, weights, kv, batch, rope)
     proj, mixed = linear(pool, x, weights.qkv), torch.empty(len(x), weights.spec.queries)

@@ -18,6 +18,5 @@ from deltic.ops.torch import OPS as TORCH_OPS
 def overlay() -> Ops:
     """Returns the torch ops with whole steps, draws, vision towers and draft heads by our own kernels where they can be
     used."""
-    return replace(
-        TORCH_OPS, step=step, sample=sample, flush_delta_log=flush_delta_log, mtp_step=mtp_step, vision=VisionOp()
-    )
+    return replace(TORCH_OPS, step=step, sample=sample, flush_delta_log=flush_delta_log, mtp_step=mtp_step,
+                   vision=VisionOp())

@@ -4,51 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import c_void_p
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from deltic.errors import UnavailableError
-from deltic.ops.cuda.arguments import AllReduceArgs
+from deltic.ops.cuda.arguments import AllReduceArgs, AllReduceNormArgs
 from deltic.ops.cuda.driver import DeviceMemory, entry, headers, load_module, reach_peers
 
-_THREADS: Final = 512
+_THREADS, _NORM_THREADS = 512, 256
 _DEVICES: Final = 8
-_CELL_BYTES, _CELL_FLOATS = 16, 2
+_CELL_BYTES, _CELL_FLOATS, _CELL_HALVES = 16, 2, 8
+_ABSENT: Final = 0xff
+"""Each byte of a bfloat16 cell that nothing has come to."""
 WAIT_SECONDS: Final = 5.0
 """How long a device waits for the others in a step."""
 
 
-def source(devices: int) -> str:
+def source(devices: int, hidden: int) -> str:
     """Returns the CUDA source for so many devices: 2, 4 or 8."""
-    return headers("allreduce") + entry("all_reduce", "AllReduce", str(_THREADS), f"all_reduce<{devices}>")
+    return headers("allreduce") + (
+        entry("all_reduce", "AllReduce", str(_THREADS), f"all_reduce<{devices}>")
+        + entry("all_reduce_norm", "AllReduceNorm", str(_NORM_THREADS), f"all_reduce_norm<{devices}, {hidden}>"))
+
+
+@dataclass(frozen=True, slots=True)
+class RowNorm:
+    """The norm of the residual of many tokens. y [T, H] bf16: receives it. scale [H] float32. wide [T, H] float32:
+    receives it too."""
+
+    y: Tensor
+    scale: Tensor
+    eps: float
+    wide: Tensor | None = None
 
 
 class AllReduce:
-    """Adds the sum of all devices' parts to each device's residual, in the order of `ops.slices`.
+    """Adds the sum of all devices' parts to each device's residual [T, H] float32.
 
     A captured launch may be replayed: the devices count the sums themselves. Every device must launch the same sums in
     the same order. Launch those of all devices before you wait for one: a device waits for the others.
     """
 
-    def __init__(self, devices: Sequence[torch.device], floats: int, seconds: float = WAIT_SECONDS,
-                 through_host: bool | None = None) -> None:
-        """floats: numbers of a part, at most. seconds: that a device waits for the others. through_host: numbers pass
-        through pinned host memory; None: if some device cannot reach another one."""
+    def __init__(self, devices: Sequence[torch.device], hidden: int, few: int, many: int,
+                 seconds: float = WAIT_SECONDS, through_host: bool | None = None) -> None:
+        """few, many: tokens of `add` and `add_norm`, at most. seconds: that a device waits for the others.
+        through_host: numbers pass through pinned host memory; None: if some device cannot reach another one."""
         count = len(devices)
         if count not in (2, 4, 8):
             raise ValueError(f"{count} devices: sums are made over 2, 4 or 8")
-        self.devices, self._room = tuple(devices), -(-floats // _CELL_FLOATS)
+        self.devices, self._hidden = tuple(devices), hidden
         self.through_host = not reach_peers(devices) if through_host is None else through_host
-        self._modules = [load_module(source(count), device) for device in devices]
-        size = 2 * count * self._room * _CELL_BYTES
-        if self.through_host:
-            self._memory: list[Tensor | DeviceMemory] = [
-                torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in devices]
-        else:
-            self._memory = [DeviceMemory(device, size) for device in devices]
-        self._boxes = (c_void_p * _DEVICES)(*[memory.data_ptr() for memory in self._memory])
+        self._modules = [load_module(source(count, hidden), device) for device in devices]
+        self._few = _Boxes(devices, self.through_host, count, few * hidden // _CELL_FLOATS, 0)
+        self._many = _Boxes(devices, self.through_host, 2 * count, self._own(many) * hidden // _CELL_HALVES, _ABSENT)
         self._states = [torch.zeros(4, dtype=torch.int32, device=device) for device in devices]
         self._reports = torch.zeros(count, 4, dtype=torch.int32, pin_memory=True)
         self._limit = int(seconds * 1e9)
@@ -56,32 +67,61 @@ class AllReduce:
             torch.cuda.synchronize(device)
 
     def add(self, rank: int, part: Tensor, residual: Tensor) -> None:
-        """Launches the sum on device number `rank`, which is torch's current one: adds all parts [T, H] float32 to the
-        residual [T, H] float32."""
-        assert part.is_contiguous() and residual.is_contiguous() and part.numel() == residual.numel()
+        """Launches the sum of few tokens on device number `rank`, which is torch's current one. part [T, H] float32.
+        Parts are added in the order of `ops.slices`."""
         cells = part.numel() // _CELL_FLOATS
-        assert part.numel() % _CELL_FLOATS == 0 and cells <= self._room, "the boxes have no room for these numbers"
         self._modules[rank].launch("k_all_reduce", (-(-cells // _THREADS),), _THREADS, AllReduceArgs(
-            x=part, y=residual, state=self._states[rank], report=self._reports[rank], boxes=self._boxes,
-            limit=self._limit, cells=cells, room=self._room, rank=rank))
+            **self._arguments(rank, part, residual, self._few, cells), cells=cells))
+
+    def add_norm(self, rank: int, part: Tensor, residual: Tensor, norm: RowNorm) -> None:
+        """As `add`, of many tokens, and writes the norm of the residual. part [T, H] bf16. The sum of more than two
+        devices is rounded to bfloat16."""
+        rows, cells = len(part), self._own(len(part)) * self._hidden // _CELL_HALVES
+        self._modules[rank].launch("k_all_reduce_norm", (rows,), _NORM_THREADS, AllReduceNormArgs(
+            **self._arguments(rank, part, residual, self._many, cells), cells=rows, normed=norm.y, scale=norm.scale,
+            eps=norm.eps, wide=norm.wide))
+
+    def _own(self, rows: int) -> int:
+        """Returns how many of the rows a device adds: of two devices, each adds all."""
+        return rows if len(self.devices) == 2 else -(-rows // len(self.devices))
+
+    def _arguments(self, rank: int, part: Tensor, residual: Tensor, boxes: _Boxes, cells: int) -> dict[str, Any]:
+        assert part.is_contiguous() and residual.is_contiguous() and part.shape == residual.shape
+        assert cells <= boxes.room, "the boxes have no room for these numbers"
+        return {"x": part, "y": residual, "state": self._states[rank], "report": self._reports[rank],
+                "boxes": boxes.addresses, "limit": self._limit, "room": boxes.room, "rank": rank,
+                "fences": self.through_host}
 
     def check(self) -> None:
         """Raises UnavailableError if a device did not come in time. Residuals have been NaN since then. Waits for all
-        devices in this case; later sums are right."""
-        for rank, report in enumerate(self._reports[:, 0].tolist()):
-            if report:
-                self._start()
-                raise UnavailableError(
-                    f"device {self.devices[rank]} waited for device {self.devices[report - 1]} in vain for "
-                    f"{self._limit / 1e9:g} s")
-
-    def _start(self) -> None:
-        """Lets all devices begin with the first sum."""
+        devices in this case, and lets them begin with the first sum; later sums are right."""
+        late = [(rank, report - 1) for rank, report in enumerate(self._reports[:, 0].tolist()) if report]
+        if not late:
+            return
         for device in set(self.devices):
             torch.cuda.synchronize(device)
-        for memory in (*self._memory, *self._states, self._reports):
-            memory.zero_()
+        for boxes in (self._few, self._many):
+            boxes.clear()
+        for tensor in (*self._states, self._reports):
+            tensor.zero_()
         for device in set(self.devices):
             torch.cuda.synchronize(device)
+        waiting, missing = (self.devices[rank] for rank in late[0])
+        raise UnavailableError(f"device {waiting} waited for device {missing} in vain for {self._limit / 1e9:g} s")
 
 
+class _Boxes:
+    """Memory of each device, or of the host, into which the others store: [2, parts, room] cells."""
+
+    def __init__(self, devices: Sequence[torch.device], on_host: bool, parts: int, room: int, empty: int) -> None:
+        """empty: the byte that is everywhere before the first sum."""
+        self.room, self._empty, size = room, empty, 2 * parts * room * _CELL_BYTES
+        self._memory: list[Tensor | DeviceMemory] = [
+            torch.empty(size, dtype=torch.uint8, pin_memory=True) if on_host else DeviceMemory(device, size)
+            for device in devices]
+        self.addresses = (c_void_p * _DEVICES)(*[memory.data_ptr() for memory in self._memory])
+        self.clear()
+
+    def clear(self) -> None:
+        for memory in self._memory:
+            memory.fill_(self._empty)

@@ -114,11 +114,11 @@ GroupedArgs = _struct_of("GroupedArgs", [
     ("x", c_uint64 * 16),
     *fields("weights tiles total rows weight y counts"), ("experts", c_longlong),
     ("ahead", c_longlong)])
-CombineArgs = _struct("CombineArgs", "x y count starts expert", "", "tokens hidden each")
-AllReduceArgs = _struct_of("AllReduceArgs", [
-    *fields("x y state report"), ("boxes", c_void_p * 8),
-    ("limit", c_longlong),
-    *fields("", "", "cells room rank")])
+CombineArgs = _struct("CombineArgs", "x y count starts expert shared logits", "", "tokens hidden each stride")
+_ALL_REDUCE = [*fields("x y state report"), ("boxes", c_void_p * 8), ("limit", c_longlong),
+               *fields("", "", "cells room rank fences")]
+AllReduceArgs = _struct_of("AllReduceArgs", _ALL_REDUCE)
+AllReduceNormArgs = _struct_of("AllReduceNormArgs", [*_ALL_REDUCE, *fields("scale normed wide", "eps")])
 TurnArgs = _struct_of("TurnArgs", [
     *fields("qkv cos sin"), ("count", c_longlong),
     ("heads", c_int)])

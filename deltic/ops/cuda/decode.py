@@ -17,6 +17,7 @@ from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda import prefill, quantized_product
 from deltic.ops.cuda.adapters import HEAD, AdapterKernels, ProductTerms, StepAdapters, terms_of
 from deltic.ops.cuda.adapters import source as adapters_source
+from deltic.ops.cuda.allreduce import RowNorm
 from deltic.ops.cuda.card import card_of
 from deltic.ops.cuda.cublas_rows import empty_rows, padded
 from deltic.ops.cuda.driver import load_module, why_not_compiled
@@ -46,7 +47,16 @@ from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sample import why_not as why_not_draw
 from deltic.ops.cuda.sliced_product import split_of
 from deltic.ops.cuda.state_delta_log import NewDeltas, StateDeltaLog, gdn_arguments
-from deltic.ops.cuda.tensor_parallel import PeerExchange, ShardedStep, Shared, add_part, add_rows, alone, part_of
+from deltic.ops.cuda.tensor_parallel import (
+    MAX_SUMMED_ROWS,
+    PartialSum,
+    PeerExchange,
+    ShardedStep,
+    Shared,
+    add_part,
+    alone,
+    part_of,
+)
 from deltic.ops.reference import frequency_axis
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import frequencies
@@ -67,8 +77,6 @@ log = logging.getLogger("deltic")
 _CONTEXT_PARTS = 32
 """Parts of a context in attention: a power of two, at most 64; fewer if many rows fill the card."""
 _MAX_ROWS = 1024
-_MAX_SUMMED_ROWS = 256
-"""Rows whose sums over devices are made in float32."""
 
 
 def step(ops: Ops, decoder: DecoderWeights, views: CacheViews
@@ -404,9 +412,8 @@ class DecodeStep:
         slices = spec.values // gdn_slice(spec, "few", self._shapes.shards)
         return slices * tokens <= 2 * self.blocks
 
-    def _attend(
-        self, layer: DecoderLayer, mixer: AttentionWeights, buffers: _DecodeBuffers, proj: Tensor, stride: int
-    ) -> None:
+    def _attend(self, layer: DecoderLayer, mixer: AttentionWeights, buffers: _DecodeBuffers, proj: Tensor, stride: int
+                ) -> None:
         spec, kv, batch = mixer.spec, self.views.kv[layer.store], buffers.batch
         blocks = max(buffers.parts * spec.kv_heads * batch.layout.tokens, self.blocks)
         self._module.launch(f"k_attention_{buffers.kind}", (blocks,), 256, args.AttentionArgs(
@@ -424,40 +431,31 @@ class DecodeStep:
         delta: Tensor | None = None
         stream = self.stream(few=False)
         for layer in decoder.layers:
-            proj = self.linear(self.normed(residual, delta, layer.input_norm), _in_proj(layer))
+            x = yield from self.add_normed(residual, delta, layer.input_norm)
+            proj = self.linear(x, _in_proj(layer))
             self.mix(layer, buffers, proj, proj.shape[1])
             weight = _out_proj(layer)
-            mixed = compact(buffers.y, len(proj), columns_of(weight))
-            delta = yield from self.row_parallel(mixed, weight, residual)
+            delta = self.linear(compact(buffers.y, len(proj), columns_of(weight)), weight)
             delta = yield from self.feed_forward(layer, residual, delta, stream, _real(batch))
         self.end(buffers)
         hidden = torch.empty_like(residual) if batch.layout.hidden else None
-        return self.head(self.normed(residual, delta, decoder.norm, hidden)), hidden
+        x = yield from self.add_normed(residual, delta, decoder.norm, hidden)
+        return self.head(x), hidden
 
-    def row_parallel(self, x: Tensor, weight: object, residual: Tensor) -> Shared[Tensor | None]:
-        """Multiplies many tokens x [T, columns] bf16 with a weight whose columns may be split over devices. Returns the
-        product [T, H] bf16, which the caller adds to the residual; None if it was added already."""
-        if self._shapes.shards == 1:
-            return self.linear(x, weight)
-        return (yield from add_rows(self.linear(x, weight, _sum_dtype(x)), residual))
-
-    def feed_forward(
-        self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, stream: LayerStream | None,
-        real: RealTokens = ALL_REAL,
-    ) -> Shared[Tensor | None]:
-        """Adds delta to the residual [T, H] of many tokens and runs the feed-forward. stream: of the step. Returns its
-        output [T, H] bf16, which the caller adds; None if it was added already."""
-        x = self.normed(residual, delta, layer.post_norm)
+    def feed_forward(self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, stream: LayerStream | None,
+                     real: RealTokens = ALL_REAL) -> Shared[Tensor | None]:
+        """Adds delta to the residual [T, H] of many tokens and runs the feed-forward. delta: as in `add_normed`.
+        stream: of the step. Returns its output, the next delta; None if it was added already."""
+        x = yield from self.add_normed(residual, delta, layer.post_norm)
         if self._experts and isinstance(layer.mlp, MoeWeights):
             if len(x) <= self._experts.max_gemv_tokens:
                 yield from self._add_experts(layer.mlp, layer.post_norm, residual, real)
                 return None
-            if layer.mlp.shards > 1:
-                return (yield from add_rows(self._mixture_part(layer.mlp, x, real), residual))
-            return self._experts.gemm_rows(layer.mlp, x, real)
+            own = layer.mlp.shared if layer.mlp.shards > 1 else None
+            shared = self.linear(self._gated(x, own), own.down) if own else None
+            return self._experts.gemm_rows(layer.mlp, x, real, shared)
         with used(stream, layer.dense):
-            gated = self._gated(x, layer.dense)
-            return (yield from self.row_parallel(gated, layer.dense.down, residual))
+            return self.linear(self._gated(x, layer.dense), layer.dense.down)
 
     def _gated(self, x: Tensor, weights: MlpWeights) -> Tensor:
         """Returns the inner activations [T, columns] bf16 of a feed-forward of many tokens."""
@@ -466,16 +464,6 @@ class DecodeStep:
         gated = empty_rows(tokens, width, both.device)
         self._module.launch("k_gate", (-(-width // 2048), tokens), 256, args.GateArgs(x=both, y=gated, width=width))
         return gated
-
-    def _mixture_part(self, weights: MoeWeights, x: Tensor, real: RealTokens) -> Tensor:
-        """Returns one device's part [T, H] of a mixture of many tokens, as `add_rows` takes it."""
-        assert self._experts and isinstance(weights.router, Tensor)
-        part = self._experts.gemm_rows(weights, x, real)
-        if weights.shared:
-            gate = torch.mm(x, weights.router[-1:].t(), out_dtype=torch.float32).sigmoid()
-            own = self.linear(self._gated(x, weights.shared), weights.shared.down, torch.float32)
-            part = own.mul_(gate).add_(part)
-        return part.to(_sum_dtype(x))
 
     def linear(self, x: Tensor, weight: object, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Multiplies x [T, columns] bf16 with cuBLAS. A quantized weight is dequantized for the call, piece by piece.
@@ -512,17 +500,25 @@ class DecodeStep:
             self.multiply(weight, x, None, logits, STORE)
         return logits
 
+    def add_normed(self, residual: Tensor, delta: Tensor | None, scale: Tensor, wide: Tensor | None = None
+                   ) -> Shared[Tensor]:
+        """As `normed`, for a delta that is the sum of what all devices have. There may be no tokens."""
+        if not len(residual):
+            return empty_rows(0, self.hidden, self._device)
+        if delta is not None and self._shapes.shards > 1:
+            if len(delta) <= MAX_SUMMED_ROWS:
+                norm = RowNorm(empty_rows(len(delta), self.hidden, self._device), scale, self.decoder.eps, wide)
+                yield PartialSum(delta, residual, norm)
+                return norm.y
+            yield PartialSum(delta)
+        return self.normed(residual, delta, scale, wide)
+
     def normed(self, residual: Tensor, delta: Tensor | None, scale: Tensor, wide: Tensor | None = None) -> Tensor:
         """Adds delta to the residual; returns the norm [T, H] bf16. wide [T, H] float32: receives the norm too."""
         y = empty_rows(len(residual), self.hidden, self._device)
         self._module.launch("k_add_norm", (y.shape[0],), 256, args.AddNormArgs(
             residual=residual, delta=delta, scale=scale, y=y, wide=wide, eps=self.decoder.eps, hidden=self.hidden))
         return y
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype in which devices exchange sums of many tokens x [T, ...]."""
-    return torch.float32 if len(x) <= _MAX_SUMMED_ROWS else torch.bfloat16
 
 
 def _offloaded_layers(decoder: DecoderWeights) -> LayerStore | None:

@@ -11,7 +11,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import Structure, byref, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p, cast
+from ctypes import Structure, byref, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p, cast
 from functools import cache, partial
 from itertools import permutations
 from pathlib import Path
@@ -287,7 +287,7 @@ def reach_peers(devices: Sequence[torch.device]) -> bool:
 
 
 class DeviceMemory:
-    """Zeros on a device that its peers can reach, as torch's memory cannot be if it lies in expandable segments."""
+    """Memory of a device that its peers can reach, as torch's cannot be if it lies in expandable segments."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._device, self._at = device, c_uint64()
@@ -295,13 +295,12 @@ class DeviceMemory:
             torch.cuda.synchronize()
             _check(_driver().cuMemAlloc_v2(byref(self._at), c_size_t(nbytes)))
         self._nbytes = nbytes
-        self.zero_()
 
-    def zero_(self) -> None:
+    def fill_(self, byte: int) -> None:
         """Waits for the device."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
-            _check(_driver().cuMemsetD8_v2(self._at, 0, c_size_t(self._nbytes)))
+            _check(_driver().cuMemsetD8_v2(self._at, c_ubyte(byte), c_size_t(self._nbytes)))
             torch.cuda.synchronize()
 
     def data_ptr(self) -> int:

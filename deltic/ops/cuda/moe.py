@@ -270,9 +270,10 @@ class MoeOp:
             self._module.launch("k_add_host", (tokens,), 256, args.AddHostArgs(
                 y=y, hidden=self._shape.hidden, **host.answer))
 
-    def gemm_rows(self, weights: MoeWeights, x: Tensor, real: RealTokens = ALL_REAL) -> Tensor:
+    def gemm_rows(self, weights: MoeWeights, x: Tensor, real: RealTokens = ALL_REAL, shared: Tensor | None = None
+                  ) -> Tensor:
         """Normed hidden states [T, H] bf16 -> the mixture [T, H] bf16; zeros for padding. One of several devices
-        returns the sum over its experts, without the shared one."""
+        returns the sum over its experts and `shared` [T, H] bf16, its part of the shared one before the gate."""
         shape, table, tokens = self._shape, self._tables[id(weights)], len(x)
         each, own = shape.per_token + shape.groups_shared, shape.count
         if weights.shards > 1:
@@ -308,7 +309,8 @@ class MoeOp:
         mixture = torch.empty_like(x)
         self._module.launch("k_combine", (tokens, -(-shape.hidden // 2048)), 256, args.CombineArgs(
             x=outputs, y=mixture, count=real.count, starts=real.starts, expert=expert if own < shape.count else None,
-            tokens=tokens, hidden=shape.hidden, each=each))
+            shared=shared, logits=logits[:, shape.count:], tokens=tokens, hidden=shape.hidden, each=each,
+            stride=logits.shape[1]))
         return mixture
 
 

@@ -435,10 +435,11 @@ class PrefillStep:
             delta = yield from self._layer(layer, residual, delta, buffers)
         wanted = batch.logit_tokens
         if batch.layout.hidden:
-            hidden = self._norm(residual, delta, decoder.norm)
+            hidden = yield from step.add_normed(residual, delta, decoder.norm)
             return step.head(hidden[wanted]), hidden.float()
         last = None if delta is None else delta[wanted]
-        return step.head(self._norm(residual[wanted], last, decoder.norm)), None
+        x = yield from step.add_normed(residual[wanted], last, decoder.norm)
+        return step.head(x), None
 
     def _buffers(self, batch: Batch, plan: PrefillPlan, turns: Tensor) -> _PrefillBuffers:
         spec, attention, device = self._shapes.gdn, self._shapes.attention, self._device
@@ -461,22 +462,15 @@ class PrefillStep:
         return _PrefillBuffers(batch, plan, turns, y, torch.empty_like(y) if chunks else y[:0], chunks, decode_rows,
                                self._step.stream(few=False))
 
-    def _layer(
-        self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, buffers: _PrefillBuffers
-    ) -> Shared[Tensor | None]:
+    def _layer(self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, buffers: _PrefillBuffers
+               ) -> Shared[Tensor | None]:
         linear, step, mixer = self._step.linear, self._step, layer.mixer
-        x = self._norm(residual, delta, layer.input_norm)
+        x = yield from step.add_normed(residual, delta, layer.input_norm)
         if isinstance(mixer, GdnWeights):
-            mixed = self._gdn(layer, mixer, linear(x, mixer.in_proj), buffers)
-            delta = yield from step.row_parallel(mixed, mixer.out_proj, residual)
+            delta = linear(self._gdn(layer, mixer, linear(x, mixer.in_proj), buffers), mixer.out_proj)
         else:
-            mixed = self._attention(layer, mixer, linear(x, mixer.qkv), buffers)
-            delta = yield from step.row_parallel(mixed, mixer.o_proj, residual)
+            delta = linear(self._attention(layer, mixer, linear(x, mixer.qkv), buffers), mixer.o_proj)
         return (yield from step.feed_forward(layer, residual, delta, buffers.stream))
-
-    def _norm(self, residual: Tensor, delta: Tensor | None, scale: Tensor) -> Tensor:
-        """Adds delta to the residual; returns the norm [T, H] bf16."""
-        return self._step.normed(residual, delta, scale) if residual.shape[0] else residual.bfloat16()
 
     def _gdn(self, layer: DecoderLayer, mixer: GdnWeights, proj: Tensor, buffers: _PrefillBuffers) -> Tensor:
         """Computes a Gated DeltaNet layer between its projections: proj [T, C + values + 2 Hv] -> [T, values]."""
@@ -523,9 +517,8 @@ class PrefillStep:
             proj=proj, core=core, norm=mixer.norm, y=y, eps=spec.eps, stride=stride, channels=spec.channels,
             values=spec.values, token=decode_rows))
 
-    def _attention(
-        self, layer: DecoderLayer, mixer: AttentionWeights, proj: Tensor, buffers: _PrefillBuffers
-    ) -> Tensor:
+    def _attention(self, layer: DecoderLayer, mixer: AttentionWeights, proj: Tensor, buffers: _PrefillBuffers
+                   ) -> Tensor:
         """Computes an attention layer between its projections: proj [T, (2 heads + 2 kv_heads) D] -> [T, heads * D]."""
         batch, plan, spec, stride = buffers.batch, buffers.plan, mixer.spec, proj.shape[1]
         kv = self._step.views.kv[layer.store]

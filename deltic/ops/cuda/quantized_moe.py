@@ -328,14 +328,9 @@ class QuantizedMoeOp(MoeOp):
         """Dequantizes tiles at the addresses data [n] int64 to target [n, rows, columns] bf16. counts [n] int32: tokens
         of each expert; None: all are used."""
         count, rows, columns = target.shape
-        self._module.launch(
-            f"k_unpack_experts_{kind.lower()}",
-            (-(-rows // TILE_ROWS * (columns // TILE_COLUMNS) // WARPS), count),
-            256,
-            args.UnpackExpertsArgs(
-                data=data, y=target, counts=counts, stride=target.stride(0), rows=rows, columns=columns
-            ),
-        )
+        grid = -(-rows // TILE_ROWS * (columns // TILE_COLUMNS) // WARPS), count
+        self._module.launch(f"k_unpack_experts_{kind.lower()}", grid, 256, args.UnpackExpertsArgs(
+            data=data, y=target, counts=counts, stride=target.stride(0), rows=rows, columns=columns))
 
 
 def _number(kind: str) -> int:

@@ -81,9 +81,8 @@ def row_keys(answers: Tensor, done: Tensor, keys: Tensor) -> None:
         keys.copy_(keys_at(answers[:, None], done[:, None] + torch.arange(1, width + 1, device=keys.device)))
     else:
         arguments = args.RowKeysArgs(answers=answers, done=done, keys=keys, rows=rows, width=width)
-        _on(
-            keys.device, partial(module.launch, "k_row_keys", (-(-rows * width // 256),), 256, arguments, overlap=False)
-        )
+        grid = (-(-rows * width // 256),)
+        _on(keys.device, partial(module.launch, "k_row_keys", grid, 256, arguments, overlap=False))
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from deltic.ops.cuda.allreduce import AllReduce
+from deltic.ops.cuda.allreduce import AllReduce, RowNorm
 from deltic.ops.cuda.driver import record, recording
 from deltic.ops.types import Batch
 
 Result = TypeVar("Result")
-_MAX_ROWS = 256
-"""Rows of a step whose sums peers make by stores."""
+_MAX_EXACT_ROWS, MAX_SUMMED_ROWS = 64, 512
+"""Rows of a step whose float32 sums, and whose bfloat16 sums, peers make by stores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,12 @@ class PartialSum:
     """One device's part of a sum over all devices.
 
     own [T, H]: the part; float32 of few tokens, bfloat16 of many. residual [T, H] float32: the sum is added to it;
-    None: `own` becomes the sum.
+    None: `own` becomes the sum. norm: of the residual after the sum, with a bfloat16 part.
     """
 
     own: Tensor
     residual: Tensor | None = None
+    norm: RowNorm | None = None
 
 
 Shared = Generator[PartialSum, None, Result]
@@ -49,16 +50,6 @@ def add_part(part: Tensor, residual: Tensor) -> Shared[None]:
         yield PartialSum(part, residual)
 
 
-def add_rows(part: Tensor, residual: Tensor) -> Shared[Tensor | None]:
-    """Exchanges a device's part [T, H] of what is added to the residual of many tokens. float32: adds the sum to the
-    residual and returns None. bfloat16, of prompts: returns the sum, which the caller adds."""
-    if part.dtype == torch.float32:
-        yield PartialSum(part, residual)
-        return None
-    yield PartialSum(part)
-    return part
-
-
 class PartExchange(Protocol):
     """Launches sums over devices. Nothing waits for a device."""
 
@@ -67,29 +58,24 @@ class PartExchange(Protocol):
 
 
 class PeerExchange:
-    """Sums by stores into the memory of peers, in the order of `ops.slices`; those of prompts, which are larger, by
-    NCCL."""
+    """Sums by stores into the memory of peers, as `AllReduce`; those of longer prompts by NCCL."""
 
     def __init__(self, devices: Sequence[torch.device], hidden: int) -> None:
         # torch's memory may be mapped in pages, which the other devices of the process cannot reach
         os.environ["NCCL_P2P_DIRECT_DISABLE"] = "1"
-        self._floats = _MAX_ROWS * hidden
-        self._sums = AllReduce(devices, self._floats)
+        self._sums = AllReduce(devices, hidden, _MAX_EXACT_ROWS, MAX_SUMMED_ROWS)
 
     def __call__(self, parts: Sequence[PartialSum]) -> None:
-        if parts[0].residual is None or parts[0].own.numel() > self._floats:
-            return self._by_nccl(parts)
+        if parts[0].residual is None:
+            torch.cuda.nccl.all_reduce([part.own for part in parts])
+            return
         for rank, part in enumerate(parts):
             assert part.residual is not None
             with torch.cuda.device(part.own.device):
-                self._sums.add(rank, part.own, part.residual)
-
-    def _by_nccl(self, parts: Sequence[PartialSum]) -> None:
-        torch.cuda.nccl.all_reduce([part.own for part in parts])
-        for part in parts:
-            if part.residual is not None:
-                with torch.cuda.device(part.own.device):
-                    part.residual.add_(part.own)
+                if part.norm:
+                    self._sums.add_norm(rank, part.own, part.residual, part.norm)
+                else:
+                    self._sums.add(rank, part.own, part.residual)
 
     def check(self) -> None:
         """Raises UnavailableError if a device waited for another one in vain."""

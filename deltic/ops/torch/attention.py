@@ -93,12 +93,10 @@ def _make_plan(batch: Batch) -> _AttentionPlan:
     if exact:
         contexts = tuple(d + c for d, c in zip(batch.done.tolist(), layout.chunks, strict=True))
     decode_contexts = contexts[:layout.decode_rows]
-    padded = not exact or (
-        len(decode_contexts) > 1 and max(decode_contexts) * len(decode_contexts) <= 2 * sum(decode_contexts) + 256
-    )
-    mask = None
+    rows, longest, mask = len(decode_contexts), max(decode_contexts, default=0), None
+    padded = not exact or (rows > 1 and longest * rows <= 2 * sum(decode_contexts) + 256)
     if padded and decode_contexts:
-        index = torch.arange(max(decode_contexts), device=batch.done.device)
+        index = torch.arange(longest, device=batch.done.device)
         mask = (index <= batch.done[:layout.decode_rows, None])[:, None, None]
     return _AttentionPlan(contexts, padded, mask)
 
@@ -109,11 +107,9 @@ def _attend(query: Tensor, kv: KvView, batch: Batch) -> Tensor:
     parts, row, token = [], 0, 0
     if plan.padded and layout.decode_rows:
         assert plan.mask is not None
-        context = plan.mask.shape[-1]
-        parts.append(
-            _single_tokens(query[: layout.decode_rows], kv, batch.pages[: layout.decode_rows], context, plan.mask)
-        )
-        row = token = layout.decode_rows
+        context, row = plan.mask.shape[-1], layout.decode_rows
+        parts.append(_single_tokens(query[:row], kv, batch.pages[:row], context, plan.mask))
+        token = row
     while row < layout.rows:
         end, context = token + layout.chunks[row], plan.contexts[row]
         attend = _single_tokens if row < layout.decode_rows else _chunk

@@ -1,24 +1,26 @@
 
-// The sum of what several devices of one process have, added to each one's residual, in the order of deltic/ops/slices.py.
+// The sum of what several devices of one process have, added to each one's residual. All devices get the same bits.
 //
-// Every device stores its numbers into a box of each other one, waits for theirs in its own box, and adds them in pairs: so
-// all get the same bits. A cell of a box has two numbers, and beside each of them the number of the sum (its epoch), which
-// come in one store, so that no fence is needed. A box has room for two sums by turns: whoever begins the next but one has
-// seen that all others have begun the next one, that is, have read this one. Boxes may lie in memory of the host.
+// Few tokens, `all_reduce`, in the order of deltic/ops/slices.py: every device stores its numbers into a box of each other
+// one, waits for theirs in its own box, and adds them in pairs. A cell of a box has two numbers, and beside each of them the
+// number of the sum (its epoch), which come in one store, so that no fence is needed.
 //
-// Each number is sent to all (one shot). From about 512 KB on it is less to send each device the cells that it adds, and to
-// have it send their sums back (two shots): a second pair of boxes, and a loop over 1 / N of the cells here.
+// Many tokens, `all_reduce_norm`: see there.
+//
+// A box has room for two sums by turns: a device that begins the next but one has received the next one from all others,
+// which have then read this one. Boxes may lie in memory of the host.
 
 enum { kEpoch, kDone, kFailed };  // u32 each: of the last sum; blocks that are done; a device did not come
 
 struct AllReduce {
-    const float *x;    // [2 cells]: this device's numbers
-    float *y;          // [2 cells]: added to
+    const void *x;     // this device's numbers: [2 cells] float32; of many tokens [T, H] bfloat16
+    float *y;          // of the same shape: added to
     u32 *state;        // [3]
     u32 *report;       // [1], in memory of the host: 1 + the device that did not come
-    uint4 *boxes[8];   // of each device: [2, N, room]
+    uint4 *boxes[8];   // of each device: [2, N, room]; of many tokens [2, 2 N, room]
     i64 limit;         // nanoseconds that a device is waited for
     int cells, room, rank;
+    int fences;        // boxes lie in memory of the host
 };
 
 DEVICE void store_cell(uint4 *p, float2 v, u32 epoch) {
@@ -41,12 +43,13 @@ DEVICE u64 now() {
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(v) :: "memory");
     return v;
 }
-// What device `from` has sent. If it does not come, NaN; then nothing is waited for any more.
-DEVICE float2 receive(const AllReduce &a, const uint4 *cell, u32 epoch, int from, bool failed) {
+// What device `from` has sent to a cell, once `there` says that all of it has come. If it does not come, NaN; then nothing is
+// waited for any more.
+template <class There> DEVICE uint4 receive(const AllReduce &a, const uint4 *cell, int from, bool failed, There there) {
     u64 began = 0;
     for (int tries = 0;; ++tries) {
         const uint4 v = load_cell(cell);
-        if (v.y == epoch && v.w == epoch) return make_float2(__uint_as_float(v.x), __uint_as_float(v.z));
+        if (there(v)) return v;
         if (failed) break;
         if (tries % 1024 < 1023) continue;
         const u64 time = now();
@@ -57,16 +60,34 @@ DEVICE float2 receive(const AllReduce &a, const uint4 *cell, u32 epoch, int from
             failed = true;
         }
     }
-    const float none = __uint_as_float(0x7fffffff);
-    return make_float2(none, none);
+    const u32 none = 0x7fffffff;
+    return make_uint4(none, none, none, none);
+}
+DEVICE u32 begin_sum(const AllReduce &a) {
+    const u32 epoch = load_word(a.state + kEpoch) + 1;
+    return epoch ? epoch : 2;  // boxes begin with 0
+}
+// By all threads of all blocks.
+DEVICE void end_sum(const AllReduce &a, u32 epoch) {
+    __syncthreads();
+    if (threadIdx.x || count_up((int *)a.state + kDone) != int(gridDim.x) - 1) return;
+    store_word(a.state + kDone, 0), store_word(a.state + kEpoch, epoch);
+}
+// A device's box. The list is a parameter of the kernel, of which the compiler has to know the places.
+template <int N> DEVICE uint4 *box_of(const AllReduce &a, int device) {
+    uint4 *box = a.boxes[0];
+#pragma unroll
+    for (int p = 1; p < N; ++p) {
+        if (p == device) box = a.boxes[p];
+    }
+    return box;
 }
 // N devices: a power of two. Blocks of 512 threads, one for each cell.
 template <int N> DEVICE void all_reduce(const AllReduce &a) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     launch_dependents();
     wait();
-    u32 epoch = load_word(a.state + kEpoch) + 1;
-    if (epoch == 0) epoch = 2;  // boxes begin with 0
+    const u32 epoch = begin_sum(a);
     const bool failed = load_word(a.state + kFailed);
     if (i < a.cells) {
         float2 part[N];
@@ -76,15 +97,14 @@ template <int N> DEVICE void all_reduce(const AllReduce &a) {
         for (int p = 0; p < N; ++p) {
             if (p != a.rank) store_cell(a.boxes[p] + (turn + a.rank) * a.room + i, own, epoch);
         }
-        const uint4 *box = a.boxes[0];
-#pragma unroll
-        for (int p = 1; p < N; ++p) {
-            if (p == a.rank) box = a.boxes[p];
-        }
+        const uint4 *box = box_of<N>(a, a.rank);
 #pragma unroll
         for (int p = 0; p < N; ++p) {
             part[p] = own;
-            if (p != a.rank) part[p] = receive(a, box + (turn + p) * a.room + i, epoch, p, failed);
+            if (p == a.rank) continue;
+            const uint4 v = receive(a, box + (turn + p) * a.room + i, p, failed,
+                                    [&](uint4 v) { return v.y == epoch && v.w == epoch; });
+            part[p] = make_float2(__uint_as_float(v.x), __uint_as_float(v.z));
         }
 #pragma unroll
         for (int apart = 1; apart < N; apart *= 2) {
@@ -94,7 +114,118 @@ template <int N> DEVICE void all_reduce(const AllReduce &a) {
         }
         *((float2 *)a.y + i) = make_float2(old.x + part[0].x, old.y + part[0].y);
     }
+    end_sum(a, epoch);
+}
+
+// Many tokens. A cell is eight bfloat16 numbers. A pair of numbers that has not come is kAbsent, a NaN that no sum gives, so
+// that a cell has no room for anything else, and needs no fence either. A cell is set to kAbsent when it has been read.
+constexpr u32 kAbsent = 0xffffffff;
+
+struct AllReduceNorm : AllReduce {
+    const float *scale;  // [H]
+    u16 *normed;         // [T, H]
+    float *wide;         // [T, H]: the same in float32; null: not wanted
+    float eps;
+};
+
+DEVICE u32 present(u32 pair) { return pair == kAbsent ? 0x7fff7fff : pair; }
+DEVICE void store_pairs(uint4 *p, u32 x, u32 y, u32 z, u32 w) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" :: "l"(p), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+// What device `from` has sent to a cell, which is free for another sum afterwards.
+DEVICE uint4 take_pairs(const AllReduce &a, uint4 *cell, int from, bool failed) {
+    const uint4 v = receive(a, cell, from, failed, [](uint4 v) {
+        return v.x != kAbsent && v.y != kAbsent && v.z != kAbsent && v.w != kAbsent;
+    });
+    store_pairs(cell, kAbsent, kAbsent, kAbsent, kAbsent);
+    return v;
+}
+DEVICE void add_pairs(float (&sum)[8], uint4 v) {
+    sum[0] += low(v.x), sum[1] += high(v.x), sum[2] += low(v.y), sum[3] += high(v.y);
+    sum[4] += low(v.z), sum[5] += high(v.z), sum[6] += low(v.w), sum[7] += high(v.w);
+}
+DEVICE uint4 round_to_pairs(const float (&v)[8]) {
+    return make_uint4(narrow2(v[0], v[1]), narrow2(v[2], v[3]), narrow2(v[4], v[5]), narrow2(v[6], v[7]));
+}
+DEVICE void store8(float *p, const float (&v)[8]) {
+    store4(p, make_float4(v[0], v[1], v[2], v[3])), store4(p + 4, make_float4(v[4], v[5], v[6], v[7]));
+}
+// The sum, and the norm of the residual after it. Each device adds the rows that it owns, whose parts the others send to it,
+// and sends the sums back, in bfloat16. Two devices own all rows and send each other everything, as sums would be as many
+// bytes and come later. Every device then has the whole residual. A block of 256 threads for each of `cells` rows waits for
+// the same block of other devices alone.
+template <int N, int H> DEVICE void all_reduce_norm(const AllReduceNorm &a) {
+    constexpr int CELLS = H / 8, EACH = (CELLS + 255) / 256;
+    static_assert(H % 8 == 0);
+    __shared__ float squares[8];
+    const int row = blockIdx.x, owner = N == 2 ? a.rank : row % N;
+    launch_dependents();
+    wait();
+    const u32 epoch = begin_sum(a);
+    const bool failed = load_word(a.state + kFailed);
+    const uint4 *x = (const uint4 *)a.x + i64(row) * CELLS;
+    const i64 turn = i64(epoch & 1) * 2 * N, place = i64(N == 2 ? row : row / N) * CELLS;
+    const auto parts = [&](uint4 *box, int from) { return box + (turn + from) * a.room + place; };
+    const auto sums = [&](uint4 *box, int from) { return parts(box, N + from); };
+    float v[EACH][8] = {}, total = 0;
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+        const int i = threadIdx.x + k * 256;
+        if (i >= CELLS || (N > 2 && owner == a.rank)) continue;
+        const uint4 own = __ldcg(x + i);
+        store_pairs(parts(box_of<N>(a, N == 2 ? 1 - a.rank : owner), a.rank) + i, present(own.x), present(own.y),
+                    present(own.z), present(own.w));
+    }
+    uint4 *box = box_of<N>(a, a.rank);
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+        const int i = threadIdx.x + k * 256;
+        if (i >= CELLS) continue;
+        float *y = a.y + (i64(row) * CELLS + i) * 8, sum[8] = {};
+        const float4 first = load4(y), second = load4(y + 4);
+        if (owner == a.rank) {
+            const uint4 own = __ldcg(x + i);
+#pragma unroll
+            for (int p = 0; p < N; ++p)
+                add_pairs(sum, p == a.rank ? own : take_pairs(a, parts(box, p) + i, p, failed));
+            if constexpr (N > 2) {
+                const uint4 rounded = round_to_pairs(sum);
+#pragma unroll
+                for (int p = 0; p < N; ++p) {
+                    if (p != a.rank)
+                        store_pairs(sums(a.boxes[p], a.rank) + i, rounded.x, rounded.y, rounded.z, rounded.w);
+                }
+#pragma unroll
+                for (int j = 0; j < 8; ++j) sum[j] = 0;
+                add_pairs(sum, rounded);
+            }
+        } else {
+            add_pairs(sum, take_pairs(a, sums(box, owner) + i, owner, failed));
+        }
+        const float old[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[k][j] = old[j] + sum[j], total += v[k][j] * v[k][j];
+        store8(y, v[k]);
+    }
+    total = warp_sum(total);
+    if ((threadIdx.x & 31) == 0) squares[threadIdx.x >> 5] = total;
     __syncthreads();
-    if (threadIdx.x || count_up((int *)a.state + kDone) != int(gridDim.x) - 1) return;
-    store_word(a.state + kDone, 0), store_word(a.state + kEpoch, epoch);
+    total = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) total += squares[i];
+    const float factor = rsqrtf(total / H + a.eps);
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+        const int i = threadIdx.x + k * 256;
+        if (i >= CELLS) continue;
+        const i64 at = i64(row) * CELLS + i;
+        const float4 first = __ldg((const float4 *)a.scale + i * 2), second = __ldg((const float4 *)a.scale + i * 2 + 1);
+        const float scale[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[k][j] *= factor * scale[j];
+        *((uint4 *)a.normed + at) = round_to_pairs(v[k]);
+        if (a.wide) store8(a.wide + at * 8, v[k]);
+    }
+    if (a.fences) __threadfence_system();
+    end_sum(a, epoch);
 }

@@ -40,7 +40,9 @@ struct Combine {
     u16 *y;        // [T, H]; zeros for tokens that only fill up
     const i64 *count, *starts;
     const int *expert;  // [T, each]: -1: another device has the expert; null: all are here
-    int tokens, hidden, each;
+    const u16 *shared;    // [T, H]: of a shared expert that is not among x; null: none
+    const float *logits;  // [T, ...], `stride` apart: of its gate
+    int tokens, hidden, each, stride;
 };
 
 // A warp for each token; blocks of 8.
@@ -302,6 +304,13 @@ DEVICE void combine(const Combine &a) {
         load_all<8>(v, row + i64(j) * a.hidden);
 #pragma unroll
         for (int n = 0; n < 8; ++n) sum[n] += v[n];
+    }
+    if (a.shared && each) {
+        const float gate = sigmoid(load(a.logits + i64(blockIdx.x) * a.stride));
+        float v[8];
+        load_all<8>(v, a.shared + i64(blockIdx.x) * a.hidden + i);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) sum[n] += gate * v[n];
     }
     *(uint4 *)(a.y + i64(blockIdx.x) * a.hidden + i) = make_uint4(narrow2(sum[0], sum[1]), narrow2(sum[2], sum[3]),
                                                                   narrow2(sum[4], sum[5]), narrow2(sum[6], sum[7]));
