@@ -43,9 +43,10 @@ DEVICE u64 now() {
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(v) :: "memory");
     return v;
 }
-// What device `from` has sent to a cell, once `there` says that all of it has come. If it does not come, NaN; then nothing is
-// waited for any more.
-template <class There> DEVICE uint4 receive(const AllReduce &a, const uint4 *cell, int from, bool failed, There there) {
+// What device `from` has sent to a cell, once `there` says that all of it has come. If it does not come within `limit`, NaN;
+// then nothing is waited for any more.
+template <class There>
+DEVICE uint4 receive(const AllReduce &a, const uint4 *cell, int from, i64 limit, bool failed, There there) {
     u64 began = 0;
     for (int tries = 0;; ++tries) {
         const uint4 v = load_cell(cell);
@@ -55,7 +56,7 @@ template <class There> DEVICE uint4 receive(const AllReduce &a, const uint4 *cel
         const u64 time = now();
         if (!began) began = time;
         failed = load_word(a.state + kFailed);
-        if (!failed && i64(time - began) > a.limit) {
+        if (!failed && i64(time - began) > limit) {
             store_word(a.state + kFailed, 1), store_word(a.report, 1 + from);
             failed = true;
         }
@@ -102,7 +103,7 @@ template <int N> DEVICE void all_reduce(const AllReduce &a) {
         for (int p = 0; p < N; ++p) {
             part[p] = own;
             if (p == a.rank) continue;
-            const uint4 v = receive(a, box + (turn + p) * a.room + i, p, failed,
+            const uint4 v = receive(a, box + (turn + p) * a.room + i, p, a.limit, failed,
                                     [&](uint4 v) { return v.y == epoch && v.w == epoch; });
             part[p] = make_float2(__uint_as_float(v.x), __uint_as_float(v.z));
         }
@@ -133,8 +134,8 @@ DEVICE void store_pairs(uint4 *p, u32 x, u32 y, u32 z, u32 w) {
     asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" :: "l"(p), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 // What device `from` has sent to a cell, which is free for another sum afterwards.
-DEVICE uint4 take_pairs(const AllReduce &a, uint4 *cell, int from, bool failed) {
-    const uint4 v = receive(a, cell, from, failed, [](uint4 v) {
+DEVICE uint4 take_pairs(const AllReduce &a, uint4 *cell, int from, i64 limit, bool failed) {
+    const uint4 v = receive(a, cell, from, limit, failed, [](uint4 v) {
         return v.x != kAbsent && v.y != kAbsent && v.z != kAbsent && v.w != kAbsent;
     });
     store_pairs(cell, kAbsent, kAbsent, kAbsent, kAbsent);
@@ -187,7 +188,7 @@ template <int N, int H> DEVICE void all_reduce_norm(const AllReduceNorm &a) {
             const uint4 own = __ldcg(x + i);
 #pragma unroll
             for (int p = 0; p < N; ++p)
-                add_pairs(sum, p == a.rank ? own : take_pairs(a, parts(box, p) + i, p, failed));
+                add_pairs(sum, p == a.rank ? own : take_pairs(a, parts(box, p) + i, p, a.limit, failed));
             if constexpr (N > 2) {
                 const uint4 rounded = round_to_pairs(sum);
 #pragma unroll
@@ -200,7 +201,8 @@ template <int N, int H> DEVICE void all_reduce_norm(const AllReduceNorm &a) {
                 add_pairs(sum, rounded);
             }
         } else {
-            add_pairs(sum, take_pairs(a, sums(box, owner) + i, owner, failed));
+            // the owner may wait for a third device, which is the one to report
+            add_pairs(sum, take_pairs(a, sums(box, owner) + i, owner, 2 * a.limit, failed));
         }
         const float old[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
 #pragma unroll
