@@ -25,6 +25,7 @@ from deltic.ops.cuda.kernel_config import (
     ADD,
     GATE,
     MAX_GEMV_TOKENS,
+    PART,
     STATES,
     STORE,
     WARPS,
@@ -34,7 +35,7 @@ from deltic.ops.cuda.kernel_config import (
     states_at_once,
 )
 from deltic.ops.cuda.quantized_moe import Kinds, PackedShape
-from deltic.ops.cuda.quantized_product import PackedMultiply
+from deltic.ops.cuda.quantized_product import KINDS, PackedMultiply
 from deltic.ops.types import AttentionSpec, CacheViews, GdnSpec
 
 steps = import_module("deltic.ops.cuda.decode")
@@ -158,6 +159,17 @@ def test_products_of_tiles_fit(name: str, shapes_of: Callable[[str], Shapes]) ->
             assert MULTIPROCESSOR // 3 < plan.shared <= BLOCK
             if mine == 1 and product.columns < 16384 and not product.kinds & {"Q6_K", "Q8_0", "FP8"}:
                 assert 2 * plan.shared + 39 * 1024 <= MULTIPROCESSOR, "the attention has no room beside it"
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chunk_of_few_columns_has_a_tile_of_each_slice(kind: str, card: Card) -> None:
+    """Inputs of fewer tiles are staged as a whole, of fewer tokens at once."""
+    for columns in range(256, 4096, 256):
+        for out in (STORE, ADD, PART):
+            product = PackedMultiply(columns, False, out, frozenset({kind}), card=card)
+            chunked = any("chunked" in product.name(tokens) for tokens in range(1, product.most + 1))
+            assert product.most >= 7 and not (chunked and columns // 256 < product.split.slices), (columns, out)
 
 
 @pytest.mark.parametrize(("tokens", "units"), [(8, 12), (8, 236), (16, 12), (16, 236)])

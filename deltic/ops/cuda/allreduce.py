@@ -32,8 +32,7 @@ def source(devices: int, hidden: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RowNorm:
-    """The norm of the residual of many tokens. y [T, H] bf16: receives it. scale [H] float32. wide [T, H] float32:
-    receives it too."""
+    """The norm of a residual, with `scale` [H] float32. y [T, H] bf16 and `wide` [T, H] float32 receive it."""
 
     y: Tensor
     scale: Tensor

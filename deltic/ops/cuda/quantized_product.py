@@ -88,8 +88,9 @@ class PackedMultiply:
 
     @property
     def _may_chunk(self) -> bool:
-        """True if the input can be staged in chunks of columns."""
-        return not self.norm and not self.head and self.out != 2
+        """True if the input can be staged in chunks of columns, which needs a tile for each slice."""
+        return not self.norm and not self.head and self.out != 2 and (
+            self.split.runs > 1 or self.columns // TILE_COLUMNS >= self.split.slices)
 
     @property
     def _sliced(self) -> bool:
