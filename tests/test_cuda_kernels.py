@@ -21,7 +21,6 @@ from deltic.ops.cuda.kernel_config import (
     ADD,
     GATE,
     STORE,
-    WARPS,
     Multiply,
     Shapes,
     gdn_slice,
@@ -104,7 +103,7 @@ def launch(module: Module, product: Multiply, weight: Tensor, x: Tensor, y: Tens
     rows, units = len(weight), -(-len(weight) // product.unit)
     group = product.group(len(x), -(-units // BLOCKS))
     slots, shared = product.shared(len(x), group, -(-units // BLOCKS))
-    module.launch(product.name(len(x)), (BLOCKS,), WARPS * 32 + 32, ProductArgs(
+    module.launch(product.name(len(x)), (BLOCKS,), product.threads(len(x)), ProductArgs(
         weight=weight, x=x, scale=scale, y=y, eps=1e-6, tokens=len(x), rows=rows, whole=units // BLOCKS,
         rest=units % BLOCKS, group=group, inverse=65536 // len(x) + 1, slots=slots), shared)
     torch.cuda.synchronize()

@@ -29,7 +29,6 @@ from deltic.ops.cuda.arguments import AddedProductArgs, ProductArgs
 from deltic.ops.cuda.decode import DecodeStep
 from deltic.ops.cuda.driver import Module
 from deltic.ops.cuda.kernel_config import ADD, GATE, STORE, Multiply, Shapes, blocks_of
-from deltic.ops.cuda.layout import WARPS
 from deltic.ops.types import Batch
 from deltic.params import EngineRequest
 from deltic.runner import model_runner
@@ -117,7 +116,7 @@ def multiply(module: Module, product: Multiply, weight: Tensor, tokens: int, **v
     group = product.group(tokens, -(-units // BLOCKS))
     slots, shared = product.shared(tokens, group, -(-units // BLOCKS))
     arguments = AddedProductArgs if product.terms else ProductArgs
-    module.launch(product.name(tokens), (BLOCKS,), WARPS * 32 + 32, arguments(
+    module.launch(product.name(tokens), (BLOCKS,), product.threads(tokens), arguments(
         weight=weight, eps=1e-6, tokens=tokens, rows=len(weight), whole=units // BLOCKS, rest=units % BLOCKS,
         group=group, inverse=65536 // tokens + 1, slots=slots, **values), shared)
     torch.cuda.synchronize()

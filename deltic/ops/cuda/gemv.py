@@ -13,7 +13,6 @@ from deltic.ops.cuda import quantized_product
 from deltic.ops.cuda.adapters import ProductTerms
 from deltic.ops.cuda.driver import Module
 from deltic.ops.cuda.kernel_config import GATE, Multiply, Shapes, unit_of
-from deltic.ops.cuda.layout import WARPS
 from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sliced_product import WHOLE, ColumnSlices
 
@@ -63,7 +62,7 @@ class GemvProducts:
         group = product.group(tokens, units_of_block)
         slots, shared = product.shared(tokens, group, units_of_block)
         arguments = args.AddedProductArgs if product.terms else args.ProductArgs
-        module.launch(product.name(tokens), (blocks,), WARPS * 32 + 32, arguments(
+        module.launch(product.name(tokens), (blocks,), product.threads(tokens), arguments(
             weight=weight, tokens=tokens, rows=rows, whole=units // blocks, rest=units % blocks, group=group,
             inverse=65536 // tokens + 1, slots=slots, **values), shared)
 

@@ -111,7 +111,7 @@ class Multiply:
         fours, norm = MAX_GEMV_TOKENS // PLAIN_MMA_TOKENS if several else 1, str(self.norm).lower()
         resident = self.card.resident(TWO_BLOCKS_SHARED_BYTES)
         limited = limits_registers and not several and resident > 1
-        threads = BOUND_FOR_72_REGISTERS if limited else WARPS * 32 + 32
+        threads = BOUND_FOR_72_REGISTERS if limited else self.threads(tokens)
         type, more = ("AddedProduct", ", true") if self.terms else ("Product", "")
         call = f"product<{self.columns}, {norm}, {self.out}, {fours}, {self.unit}{more}>"
         if self._sliced:
@@ -120,6 +120,10 @@ class Multiply:
         return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
                 f"(const __grid_constant__ {type} a) {{ {call}(a); }}\n"
                 + self._shape(tokens).check * self._sliced)
+
+    def threads(self, tokens: int) -> int:
+        """Of a block."""
+        return self._shape(tokens).threads if self._sliced else WARPS * 32 + 32
 
     def group(self, tokens: int, units: int) -> int:
         """Units of a block between two sums over its warps: as many as fit."""
@@ -138,7 +142,7 @@ class Multiply:
         if slots < max(3, least * self._sliced) or (tokens > 1 and slots * slot < _MIN_BYTES_IN_FLIGHT):
             slots = (most - fixed) // slot
         slots = max(least, min(slots, 24 if slot < self.unit * SEGMENT * 2 else 12))
-        return slots // least * least if self._sliced and self._shape(tokens).units > 1 else slots
+        return slots // least * least if self._sliced else slots
 
     def shared(self, tokens: int, group: int, units: int) -> tuple[int, int]:
         """Returns slots and bytes of shared memory of a block with so many units."""

@@ -10,12 +10,12 @@ from deltic.ops.types import GdnSpec
 
 _PIECE_UNIT = 64
 """Columns of a slot are a multiple of it."""
-_ONE_TOKEN_BYTES, _COPY_BYTES = 93 << 10, 2304
+_ONE_TOKEN_BYTES, _COPY_BYTES = 101 << 10, 2304
 """Of a block with one token: its input and its ring, at most. Of a copy of several slices."""
 _LANES = 16
 """Copies of a short slot that are made at once, if a copy is of one slice."""
-_SLOT_BYTES = 8 << 10
-"""Weights of a slot, at least: the copying warp takes as long for a small slot as for a large one."""
+_COPYING = 4
+"""Warps that copy, if slots are not short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +80,9 @@ class SliceShape:
     @property
     def joined(self) -> int:
         """Slices of a slot, and warps that multiply them."""
-        if self.span > 1:
+        if self.span > 1 or not self.short:
             return self.span
-        if self.short:
-            return min(self.split.slices, _LANES // self.rows)
-        count = 1
-        while 2 * count <= self.split.slices and 2 * count * self.rows <= 32 and (
-                count * self.rows * self.piece * 2 < _SLOT_BYTES):
-            count *= 2
-        return count
+        return min(self.split.slices, _LANES // self.rows)
 
     @property
     def slot(self) -> int:
@@ -98,6 +92,11 @@ class SliceShape:
     @property
     def teams(self) -> int:
         return WARPS // self.joined
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return (WARPS + (1 if self.short else _COPYING)) * 32
 
     @property
     def rounds(self) -> int:
@@ -116,5 +115,6 @@ class SliceShape:
     @property
     def check(self) -> str:
         """Source that does not compile if the kernels' shape is another one."""
-        shape = f"SliceShape<{self.columns}, {self.template}>"
-        return f"static_assert({shape}::SLOT == {self.slot} && {shape}::PARTS == {self.rounds});\n"
+        shape, copying = f"SliceShape<{self.columns}, {self.template}>", self.threads // 32 - WARPS
+        return (f"static_assert({shape}::SLOT == {self.slot} && {shape}::PARTS == {self.rounds} && "
+                f"{shape}::COPYING == {copying});\n")

@@ -5,17 +5,18 @@
 // A warp multiplies a whole slice of a unit: groups of 32 columns, counted from the slice's first column on, one after the
 // other, even ones into one accumulator and odd ones into another one. The slices' sums are added in pairs. No step of this
 // depends on where the slice lies or which others the device has. Eight slices make a unit of a model on one device; of one
-// on several devices the eight warps multiply several units at once. Warps with neighbouring slices make a team. Teams take the
-// ring's slots in turns and do not wait for each other before all units are multiplied. A slot has a piece of each slice of a
-// team: the copying warp needs as long for a copy of 1 KiB as for one of 2, and as long for 4 copies as for 16.
+// on several devices the eight warps multiply several units at once. Warps with neighbouring slices make a team. Each team has
+// slots of its own, and teams do not wait for each other before all units are multiplied. A slot has a piece of each slice of a
+// team. A warp begins one copy after the other, about 70 cycles each, whatever their size. Pieces of a slice are short, so four
+// warps copy, each for other teams; each begins its copies in its own quarter of the multiprocessor.
 
 // The shape of a slot. SLICES: of the device. RUNS: a slice has a range of columns in each of so many equal runs. SHORT:
 // slots are short, as the input of many tokens, or a small card, leaves little room.
 template <int K, int SLICES, int RUNS, int ROWS, bool SHORT> struct SliceShape {
-    static constexpr int UNIT = 16, RUN = K / RUNS, RANGE = slice_end(RUN / UNIT, SLICES, 0) * UNIT, COPY = 2304, LANES = 16, LEAST = 8 << 10;
+    static constexpr int UNIT = 16, RUN = K / RUNS, RANGE = slice_end(RUN / UNIT, SLICES, 0) * UNIT, COPY = 2304, LANES = 16;
     static_assert(RUN % UNIT == 0 && K % RUNS == 0);
     // otherwise the rings of 8 warps leave room for the input of a token
-    static constexpr int FIT = (((93 << 10) - 2 * K) / (8 * ROWS) - 64) / 128 * 64, WIDEST = SHORT ? (ROWS < 8 ? 768 : 448) : FIT > 64 ? FIT : 64;
+    static constexpr int FIT = (((101 << 10) - 2 * K) / (8 * ROWS) - 64) / 128 * 64, WIDEST = SHORT ? (ROWS < 8 ? 768 : 448) : FIT > 64 ? FIT : 64;
     static constexpr int PIECES = (RANGE + WIDEST - 1) / WIDEST, PIECE = ((RANGE + PIECES - 1) / PIECES + 63) / 64 * 64;
     static constexpr int PARTS = RUNS * PIECES;  // slots of a slice
     static constexpr bool SAME = RUN == SLICES * RANGE, EQUAL = SAME && RANGE == PIECES * PIECE;  // ranges; pieces, too
@@ -29,12 +30,9 @@ template <int K, int SLICES, int RUNS, int ROWS, bool SHORT> struct SliceShape {
     // slices of a slot, and warps of a team
     static constexpr int joined() {
         if (SPAN > 1) return SPAN;
-        if (SHORT) return SLICES < LANES / ROWS ? SLICES : LANES / ROWS;
-        int n = 1;
-        while (2 * n <= SLICES && 2 * n * ROWS <= 32 && n * ROWS * PIECE * 2 < LEAST) n *= 2;
-        return n;
+        return !SHORT ? 1 : SLICES < LANES / ROWS ? SLICES : LANES / ROWS;
     }
-    static constexpr int JOINED = joined();
+    static constexpr int JOINED = joined(), COPYING = SHORT ? 1 : 4;  // COPYING: warps that copy
     // lines lie an odd number of 64 bytes apart, so that two of them are not in the same banks
     static constexpr int LINE = SPAN * PIECE * 2 + 64, LINES = JOINED / SPAN * ROWS, SLOT = LINES * LINE;
     // A row's line in a slot, and the line's part, that has a slice of the team: bytes from the slot's begin.
@@ -46,7 +44,7 @@ template <int K, int SLICES, int RUNS, int ROWS, bool SHORT> struct SliceShape {
     }
     static DEVICE int columns(int slice, int p) {
         if constexpr (EQUAL) return PIECE;
-        if constexpr (SAME) return min(PIECE, RANGE - p % PIECES * PIECE);  // the copying warp has no time for more
+        if constexpr (SAME) return min(PIECE, RANGE - p % PIECES * PIECE);  // a copying warp has no time for more
         const int range = (slice_end(RUN / UNIT, SLICES, slice) - slice_begin(RUN / UNIT, SLICES, slice)) * UNIT;
         return max(0, min(PIECE, range - p % PIECES * PIECE));
     }
@@ -59,7 +57,7 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
     using Base = Input<Product, K, false, HEAD, SLICE, kPaired>;
     using Base::a, Base::tid, Base::warp, Base::lane, Base::xs, Base::WARPS;
     using Shape = SliceShape<K, SLICES, RUNS, ROWS, SHORT>;
-    static constexpr int JOINED = Shape::JOINED, TEAMS = WARPS / JOINED;
+    static constexpr int JOINED = Shape::JOINED, TEAMS = WARPS / JOINED, COPYING = Shape::COPYING;
     static constexpr int PARTS = Shape::PARTS, SLOT = Shape::SLOT, UNITS = WARPS / SLICES;  // UNITS: at once
     int count, lap = 0, slot = 0;
     u32 barriers, ring, input;     // input: a lane's column of x in the first group
@@ -75,33 +73,35 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
         ring = shared_address(shared + 1024);
         input = shared_address(xs) + (lane >> 2 & 1) * 8;
     }
-    // The slot so many after the current one.
-    DEVICE void next(int slots) {
-        if ((slot += slots) >= a.slots) slot -= a.slots, lap ^= 1;
+    // A team's next slot. There are as many for each team.
+    DEVICE void next() {
+        if ((slot += TEAMS) >= a.slots) slot -= a.slots, lap ^= 1;
     }
-    // The copying warp: pieces for all teams in turns; the first ones need no room to be made.
-    DEVICE void copy_all() {
+    // A copying warp: pieces for its teams in turns; the first ones need no room to be made.
+    DEVICE void copy_all(int own) {
         const u64 policy = read_once();
-        const int total = (count + UNITS - 1) / UNITS * PARTS * TEAMS, early = min(a.slots, total), empty = 8 * a.slots;
-        if (lane == 0) {
+        const int total = (count + UNITS - 1) / UNITS * PARTS, early = min(a.slots / TEAMS, total), empty = 8 * a.slots;
+        if (own == 0 && lane == 0) {
             for (int i = 0; i < a.slots; ++i) init_barrier(barriers + 8 * i, COPIERS), init_barrier(barriers + empty + 8 * i, JOINED);
             publish_barriers();
         }
+        if constexpr (COPYING > 1) asm volatile("bar.sync 2, %0;" :: "n"(COPYING * 32) : "memory");
         __syncwarp();
         const int line = min(lane, Shape::LINES - 1), row = line % ROWS;
         int done = 0;
         for (int unit = 0; unit < count; unit += UNITS)
-            for (int p = 0; p < PARTS; ++p)
-                for (int team = 0; team < TEAMS; ++team, ++done, next(1)) {
-                    if (done == early) __syncthreads();  // the barriers are there
+            for (int p = 0; p < PARTS; ++p, ++done, next()) {
+                if (done == early) __syncthreads();  // the barriers are there
+                for (int team = own; team < TEAMS; team += COPYING) {
                     const int of = unit + team * JOINED / SLICES, slice = team * JOINED % SLICES;
-                    if (of < count) copy_slot(done >= early, of, slice, p, line, row, empty, policy);
+                    if (of < count) copy_slot(slot + team, done >= early, of, slice, p, line, row, empty, policy);
                 }
+            }
         if (early == total) __syncthreads();
         await_own_copies();
     }
     // Copies part p of a team's slices, from this one on. line, row: of the lane.
-    DEVICE void copy_slot(bool used, int unit, int slice, int p, int line, int row, int empty, u64 policy) {
+    DEVICE void copy_slot(int slot, bool used, int unit, int slice, int p, int line, int row, int empty, u64 policy) {
         const u32 barrier = barriers + 8 * slot;
         if (used) await_barrier(barrier + empty, lap ^ 1);
         int all = 0;
@@ -147,8 +147,6 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
                         if (four == 0 || 4 * four < a.tokens)
                             multiply(d[four][i % 2], w[i].x, w[i].y, w[i].z, w[i].w, x[i][four].x, x[i][four].y);
         };
-        // a barrier tells two laps from each other: a team that had the slot before must have done with it
-        if (a.slots % TEAMS) await_barrier(barrier + 8 * a.slots, lap ^ 1);
         await_barrier(barrier, lap);
         __syncwarp();
         if constexpr (Shape::EQUAL && FOURS == 1) {
@@ -160,7 +158,7 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
         }
         __syncwarp();
         if (lane == 0) arrive_barrier(barrier + 8 * a.slots);  // all that the slot held was multiplied
-        next(TEAMS);
+        next();
     }
     // Products of so many units.
     DEVICE void multiply_units(int units, float *to) {
@@ -228,12 +226,12 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
     }
 };
 
-// Blocks of 8 warps that multiply and one that copies.
+// Blocks of 8 warps that multiply, and of COPYING that copy.
 template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT, bool TERMS = false>
 DEVICE void sliced(const Product &a) {
     extern __shared__ __align__(128) char shared[];
     SlicedMultiplier<K, OUT, FOURS, ROWS, HEAD, SLICE, SLICES, RUNS, SHORT, TERMS> m(a, shared);
-    if (m.warp == m.WARPS) return m.copy_all();
+    if (m.warp >= m.WARPS) return m.copy_all(m.warp - m.WARPS);
     m.slot = m.warp / m.JOINED;
     __syncthreads();
     launch_dependents();
