@@ -12,6 +12,7 @@ from deltic.ops.cuda.card import Card, card_of, default_card
 from deltic.ops.cuda.driver import entry, headers
 from deltic.ops.cuda.layout import (
     BOUND_FOR_72_REGISTERS,
+    COPYING,
     MAX_GEMV_TOKENS,
     MAX_SPLIT_HEAD_TOKENS,
     PLAIN_MMA_TOKENS,
@@ -113,17 +114,21 @@ class Multiply:
         limited = limits_registers and not several and resident > 1
         threads = BOUND_FOR_72_REGISTERS if limited else self.threads(tokens)
         type, more = ("AddedProduct", ", true") if self.terms else ("Product", "")
-        call = f"product<{self.columns}, {norm}, {self.out}, {fours}, {self.unit}{more}>"
+        name, call = ("SlicedMultiplier", "sliced") if self._sliced else ("Multiplier", "product")
+        template = f"{self.columns}, {norm}, {self.out}, {fours}, {self.unit}{more}"
         if self._sliced:
-            call = (f"sliced<{self.columns}, {self.out}, {fours}, {self.unit}, {self.head}, {self.slice}, "
-                    f"{self.split.slices}, {self.split.runs}, {str(self._shape(tokens).short).lower()}{more}>")
+            template = (f"{self.columns}, {self.out}, {fours}, {self.unit}, {self.head}, {self.slice}, "
+                        f"{self.split.slices}, {self.split.runs}, {str(self._shape(tokens).short).lower()}{more}")
         return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
-                f"(const __grid_constant__ {type} a) {{ {call}(a); }}\n"
+                f"(const __grid_constant__ {type} a) {{ {call}<{template}>(a); }}\n"
+                f"static_assert({name}<{template}>::COPYING == {self.threads(tokens) // 32 - WARPS});\n"
                 + self._shape(tokens).check * self._sliced)
 
     def threads(self, tokens: int) -> int:
         """Of a block."""
-        return self._shape(tokens).threads if self._sliced else WARPS * 32 + 32
+        several = not self._shape(tokens).short if self._sliced else (
+            tokens <= PLAIN_MMA_TOKENS and self.columns > SEGMENT and self.card.bulk_copies)
+        return (WARPS + (COPYING if several else 1)) * 32
 
     def group(self, tokens: int, units: int) -> int:
         """Units of a block between two sums over its warps: as many as fit."""

@@ -14,8 +14,6 @@ _ONE_TOKEN_BYTES, _COPY_BYTES = 101 << 10, 2304
 """Of a block with one token: its input and its ring, at most. Of a copy of several slices."""
 _LANES = 16
 """Copies of a short slot that are made at once, if a copy is of one slice."""
-_COPYING = 4
-"""Warps that copy, if slots are not short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +92,6 @@ class SliceShape:
         return WARPS // self.joined
 
     @property
-    def threads(self) -> int:
-        """Of a block."""
-        return (WARPS + (1 if self.short else _COPYING)) * 32
-
-    @property
     def rounds(self) -> int:
         """Slots of each team for the units that a block multiplies at once."""
         return self.split.runs * self.pieces
@@ -115,6 +108,5 @@ class SliceShape:
     @property
     def check(self) -> str:
         """Source that does not compile if the kernels' shape is another one."""
-        shape, copying = f"SliceShape<{self.columns}, {self.template}>", self.threads // 32 - WARPS
-        return (f"static_assert({shape}::SLOT == {self.slot} && {shape}::PARTS == {self.rounds} && "
-                f"{shape}::COPYING == {copying});\n")
+        shape = f"SliceShape<{self.columns}, {self.template}>"
+        return f"static_assert({shape}::SLOT == {self.slot} && {shape}::PARTS == {self.rounds});\n"

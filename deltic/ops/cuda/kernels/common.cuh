@@ -167,6 +167,11 @@ DEVICE void forget(uint4 &v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z)
 constexpr __device__ int heads_stride(int columns, int slice) { return (columns + columns / slice + 3) / 4 * 4; }
 // Of the warps that multiply.
 DEVICE void meet_eight_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+// Of the warps that copy.
+template <int WARPS> DEVICE void meet_copying_warps() {
+    if constexpr (WARPS > 1) asm volatile("bar.sync 2, %0;" :: "n"(WARPS * 32) : "memory");
+    __syncwarp();
+}
 // A copy to shared memory that nobody waits for before `await_copies`.
 template <int BYTES> DEVICE void copy_async(u32 to, const void *from) {
     if constexpr (BYTES == 16)  // past the first-level cache

@@ -85,8 +85,7 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
             for (int i = 0; i < a.slots; ++i) init_barrier(barriers + 8 * i, COPIERS), init_barrier(barriers + empty + 8 * i, JOINED);
             publish_barriers();
         }
-        if constexpr (COPYING > 1) asm volatile("bar.sync 2, %0;" :: "n"(COPYING * 32) : "memory");
-        __syncwarp();
+        meet_copying_warps<COPYING>();
         const int line = min(lane, Shape::LINES - 1), row = line % ROWS;
         int done = 0;
         for (int unit = 0; unit < count; unit += UNITS)
