@@ -1,0 +1,229 @@
+// Lets the processor run kernels of deltic/ops/cuda/kernels: a thread for each thread of a block, one block after the other.
+// What common.cuh has for a GPU is here for a processor, as far as these kernels need it.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <bit>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+#define DEVICE inline
+#define __device__
+#define __align__(bytes) __attribute__((aligned(bytes)))
+
+struct uint2 { u32 x, y; };
+struct uint4 { u32 x, y, z, w; };
+struct float4 { float x, y, z, w; };
+struct Index { int x, y, z; };
+static thread_local Index threadIdx, blockIdx;
+static Index gridDim;
+using std::max, std::min;
+
+struct Warp {
+    std::barrier<> meeting{32};
+    u64 values[32];
+    u32 left[32][4], right[32][2];  // of the matrices that it multiplies
+};
+static std::vector<std::unique_ptr<Warp>> warps;
+static std::unique_ptr<std::barrier<>> block, eight_warps, other_warps;
+
+DEVICE uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+DEVICE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+DEVICE float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+template <class T> DEVICE T __ldcg(const T *p) { return *p; }
+template <class T> DEVICE T __ldg(const T *p) { return *p; }
+DEVICE float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+DEVICE float __fmul_rn(float a, float b) { return a * b; }
+DEVICE float __fadd_rn(float a, float b) { return a + b; }
+DEVICE float rsqrtf(float x) { return 1 / std::sqrt(x); }
+DEVICE u32 __float_as_uint(float x) { return std::bit_cast<u32>(x); }
+DEVICE float __uint_as_float(u32 x) { return std::bit_cast<float>(x); }
+DEVICE int __popc(u32 x) { return std::popcount(x); }
+DEVICE u32 __byte_perm(u32 a, u32 b, u32 which) {
+    u32 found = 0;
+    for (int i = 0; i < 4; ++i) found |= u32((u64(b) << 32 | a) >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
+    return found;
+}
+DEVICE void __syncthreads() { block->arrive_and_wait(); }
+DEVICE Warp &own_warp() { return *warps[threadIdx.x / 32]; }
+DEVICE void __syncwarp() { own_warp().meeting.arrive_and_wait(); }
+template <class T> DEVICE T exchange(T own, int from) {
+    Warp &warp = own_warp();
+    u64 word = 0;
+    __builtin_memcpy(&word, &own, sizeof(T));
+    warp.values[threadIdx.x % 32] = word;
+    warp.meeting.arrive_and_wait();
+    T found;
+    __builtin_memcpy(&found, &warp.values[from], sizeof(T));
+    warp.meeting.arrive_and_wait();
+    return found;
+}
+template <class T> DEVICE T __shfl_sync(u32, T own, int lane) { return exchange(own, lane); }
+template <class T> DEVICE T __shfl_xor_sync(u32, T own, int apart) { return exchange(own, (threadIdx.x % 32) ^ apart); }
+template <class T> DEVICE T __shfl_up_sync(u32, T own, int apart) {
+    const int lane = threadIdx.x % 32;
+    return exchange(own, lane < apart ? lane : lane - apart);
+}
+DEVICE u32 __ballot_sync(u32, bool own) {
+    u32 found = 0;
+    Warp &warp = own_warp();
+    warp.values[threadIdx.x % 32] = own;
+    warp.meeting.arrive_and_wait();
+    for (int lane = 0; lane < 32; ++lane) found |= u32(warp.values[lane]) << lane;
+    warp.meeting.arrive_and_wait();
+    return found;
+}
+
+// As in common.cuh.
+static int waits;
+DEVICE void launch_dependents() {}
+DEVICE void wait() {
+    if (threadIdx.x == 0) ++waits;
+}
+DEVICE void prefetch(const void *p) { (void)*(const volatile u16 *)p; }
+DEVICE u64 read_once() { return 0; }
+constexpr int least(int a, int b) { return a < b ? a : b; }
+constexpr int heads_stride(int columns, int slice) { return (columns + columns / slice + 3) / 4 * 4; }
+DEVICE float low(u32 x) { return std::bit_cast<float>(x << 16); }
+DEVICE float high(u32 x) { return std::bit_cast<float>(x & 0xffff0000u); }
+DEVICE u16 narrow(float x) {
+    const u32 bits = std::bit_cast<u32>(x);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+DEVICE u32 narrow2(float lo, float hi) { return narrow(lo) | u32(narrow(hi)) << 16; }
+DEVICE float reciprocal(float x) { return 1 / x; }
+DEVICE float silu(float x) { return x / (1 + std::exp(-x)); }
+DEVICE float warp_sum(float v) {
+    for (int apart = 16; apart; apart /= 2) v += exchange(v, (threadIdx.x % 32) ^ apart);
+    return v;
+}
+DEVICE u32 warp_max(u32 v) {
+    for (int apart = 16; apart; apart /= 2) v = max(v, exchange(v, (threadIdx.x % 32) ^ apart));
+    return v;
+}
+DEVICE float load(const float *p) { return *p; }
+DEVICE float4 load4(const float *p) { return *(const float4 *)p; }
+DEVICE uint4 load8(const u16 *p) { return *(const uint4 *)p; }
+template <int N> DEVICE void load_all(float (&v)[N], const float *p) {
+    for (int i = 0; i < N; ++i) v[i] = p[i];
+}
+template <int N> DEVICE void load_all(float (&v)[N], const u16 *p) {
+    for (int i = 0; i < N; ++i) v[i] = low(p[i]);
+}
+DEVICE void meet_eight_warps() { eight_warps->arrive_and_wait(); }
+template <int WARPS> DEVICE void meet_copying_warps() {
+    if (WARPS > 1) other_warps->arrive_and_wait();
+    __syncwarp();
+}
+// As mma.sync.aligned.m16n8k16 of bfloat16.
+DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    Warp &warp = own_warp();
+    const int lane = threadIdx.x % 32;
+    const u32 left[4] = {a0, a1, a2, a3}, right[2] = {b0, b1};
+    memcpy(warp.left[lane], left, sizeof left), memcpy(warp.right[lane], right, sizeof right);
+    warp.meeting.arrive_and_wait();
+    for (int e = 0; e < 4; ++e) {
+        const int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
+        for (int k = 0; k < 16; k += 2) {
+            const u32 a = warp.left[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], b = warp.right[column * 4 + k % 8 / 2][k / 8];
+            d[e] += low(a) * low(b) + high(a) * high(b);
+        }
+    }
+    warp.meeting.arrive_and_wait();
+}
+
+// Shared memory whose size a launch gives. Addresses in it begin with 0.
+alignas(128) char shared[256 << 10];
+DEVICE u32 shared_address(const void *p) { return u32((const char *)p - shared); }
+template <class T> DEVICE T read_shared(u32 at) {
+    T found;
+    memcpy(&found, shared + at, sizeof found);
+    return found;
+}
+DEVICE uint4 load_shared(u32 at) { return read_shared<uint4>(at); }
+DEVICE uint2 load_shared2(u32 at) { return read_shared<uint2>(at); }
+
+// Barriers of eight bytes from the beginning of shared memory, and copies that report to them, some of them late.
+struct Barrier {
+    int arrivals = 0, pending = 0;
+    i64 bytes = 0;
+    u32 phase = 0;
+    void settle() {
+        if (pending == 0 && bytes == 0) ++phase, pending = arrivals;
+    }
+};
+static Barrier barriers[64];
+static std::mutex of_barriers;
+static std::condition_variable changed;
+static std::atomic<int> copies;
+template <class F> DEVICE void change_barrier(u32 at, F change) {
+    const std::lock_guard lock(of_barriers);
+    change(barriers[at / 8]);
+    barriers[at / 8].settle();
+    changed.notify_all();
+}
+DEVICE void init_barrier(u32 at, int arrivals) {
+    change_barrier(at, [=](Barrier &barrier) { barrier = {arrivals, arrivals}; });
+}
+DEVICE void publish_barriers() {}
+DEVICE void arrive_barrier(u32 at) {
+    change_barrier(at, [](Barrier &barrier) { --barrier.pending; });
+}
+DEVICE void expect_bytes(u32 at, int bytes) {
+    change_barrier(at, [=](Barrier &barrier) { --barrier.pending, barrier.bytes += bytes; });
+}
+DEVICE void await_barrier(u32 at, u32 parity) {
+    std::unique_lock lock(of_barriers);
+    if (!changed.wait_for(lock, std::chrono::seconds(60), [=] { return (barriers[at / 8].phase & 1) != parity; })) {
+        fprintf(stderr, "thread %d waits for barrier %d in vain\n", threadIdx.x, at / 8);
+        abort();
+    }
+}
+DEVICE void bulk_copy(u32 to, const void *from, int bytes, u32 barrier, u64) {
+    static thread_local std::minstd_rand draw(threadIdx.x);
+    if (draw() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(draw() % 200));
+    memcpy(shared + to, from, bytes), ++copies;
+    change_barrier(barrier, [=](Barrier &each) { each.bytes -= bytes; });
+}
+constexpr bool BULK_COPIES = true;
+constexpr int COPIERS = 1;
+DEVICE void end_copies(u32) {}
+DEVICE void await_own_copies() {}
+#define COPY_EACH(has, to, from, bytes, barrier, policy) \
+    if (has) bulk_copy(to, from, bytes, barrier, policy)
+
+// Returns how many threads 0 of blocks have waited for what came before.
+template <class F> static int launch(int grid, int threads, F kernel) {
+    gridDim.x = grid, waits = 0, copies = 0;
+    for (int number = 0; number < grid; ++number) {
+        memset(shared, 0xff, sizeof shared);
+        warps.clear();
+        for (int i = 0; i < threads / 32; ++i) warps.push_back(std::make_unique<Warp>());
+        block = std::make_unique<std::barrier<>>(threads);
+        eight_warps = std::make_unique<std::barrier<>>(256);
+        other_warps = std::make_unique<std::barrier<>>(max(threads - 256, 1));
+        std::vector<std::thread> running;
+        for (int i = 0; i < threads; ++i)
+            running.emplace_back([=] {
+                threadIdx.x = i, blockIdx.x = number;
+                kernel();
+            });
+        for (auto &each : running) each.join();
+    }
+    return waits;
+}

@@ -1,0 +1,88 @@
+"""Without a GPU: products of decode steps, whose warps copy and multiply at the same time. The kernels run on the
+processor, thread by thread; some copies come late."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deltic.ops.cuda.arguments import ProductArgs
+from deltic.ops.cuda.card import CARDS
+from deltic.ops.cuda.driver import FOLDER
+from deltic.ops.cuda.kernel_config import ADD, GATE, PART, STORE, Multiply
+from deltic.ops.cuda.sliced_product import WHOLE, ColumnSlices
+
+EPS = 1e-6
+
+
+@dataclass
+class Case:
+    """tokens, of a weight of so many rows and columns; blocks: of the launch."""
+
+    columns: int
+    out: int
+    rows: int
+    tokens: int = 1
+    blocks: int = 1
+    norm: bool = False
+    unit: int = 8
+    split: ColumnSlices = WHOLE
+
+    def __str__(self) -> str:
+        return re.sub(r"\W+", " ", self.product.name(self.tokens) + f" {self.tokens}")
+
+    @property
+    def product(self) -> Multiply:
+        return Multiply(self.columns, self.norm, self.out, self.unit, split=self.split, card=CARDS["sm_90"])
+
+
+CASES = [
+    Case(2560, STORE, 150, blocks=2, norm=True), Case(5120, GATE, 96, 3, blocks=2, norm=True),
+    Case(2560, STORE, 100, 7, norm=True), Case(1024, STORE, 60, norm=True),
+    Case(17408, ADD, 60, 4), Case(6144, ADD, 90, blocks=2), Case(6144, ADD, 40, 6), Case(4096, ADD, 90),
+    Case(9216, ADD, 50, unit=4), Case(1152, ADD, 70), Case(192, ADD, 70, 2),
+    Case(8704, PART, 120, split=ColumnSlices(4)), Case(4352, PART, 120, blocks=2, split=ColumnSlices(2)),
+    Case(1088, PART, 90, split=ColumnSlices(1)), Case(2048, PART, 90, 3, split=ColumnSlices(2, 2))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_products(case: Case, tmp_path: Path) -> None:
+    """Of bfloat16 weights, added in float32."""
+    if not shutil.which("g++"):
+        pytest.skip("g++ is not installed")
+    product, tokens = case.product, case.tokens
+    call, target = re.search(r"\{ (\w+<.*?>)\(a\)", product.source(tokens)), tmp_path / "product.so"
+    assert call
+    source = Path(__file__).with_name("emulated_products.cpp")
+    subprocess.run(["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-pthread",
+                    f"-I{FOLDER}", f"-DPRODUCT={call[1]}", str(source), "-o", str(target)], check=True)
+    rng = torch.Generator().manual_seed(1)
+    weight = (torch.randn(case.rows, case.columns, generator=rng) * 0.05).bfloat16()
+    x, scale = torch.randn(tokens, case.columns, generator=rng), torch.rand(case.columns, generator=rng) + 0.5
+    normed = F.rms_norm(x, scale.shape, scale, EPS)
+    x = x if case.norm else x.bfloat16()
+    wanted = (normed if case.norm else x).double() @ weight.double().t()
+    y = torch.randn(tokens, case.rows, generator=rng)
+    if case.out == ADD:
+        wanted += y
+    elif case.out == GATE:
+        gate, up = wanted.chunk(2, 1)
+        wanted, y = F.silu(gate) * up, torch.zeros(tokens, case.rows // 2, dtype=torch.bfloat16)
+    units = -(-case.rows // case.unit)
+    most = -(-units // case.blocks)
+    group = product.group(tokens, most)
+    slots, _ = product.shared(tokens, group, most)
+    copies = ctypes.CDLL(str(target)).run_product(ctypes.byref(ProductArgs(
+        weight=weight, x=x, scale=scale if case.norm else None, y=y, eps=EPS, tokens=tokens, rows=case.rows,
+        whole=units // case.blocks, rest=units % case.blocks, group=group, inverse=65536 // tokens + 1, slots=slots)),
+        case.blocks, product.threads(tokens))
+    assert copies and float((y - wanted).norm() / wanted.norm()) < (5e-3 if case.norm else 1e-6)
