@@ -7,8 +7,8 @@
 // depends on where the slice lies or which others the device has. Eight slices make a unit of a model on one device; of one
 // on several devices the eight warps multiply several units at once. Warps with neighbouring slices make a team. Each team has
 // slots of its own, and teams do not wait for each other before all units are multiplied. A slot has a piece of each slice of a
-// team. A warp begins one copy after the other, about 70 cycles each, whatever their size. Pieces of a slice are short, so four
-// warps copy, each for other teams; each begins its copies in its own quarter of the multiprocessor.
+// team. A warp begins one copy after the other, and a long copy takes it no longer than a short one, about 70 cycles. Pieces of
+// a slice are short, so four warps copy, each for other teams and in its own quarter of the multiprocessor.
 
 // The shape of a slot. SLICES: of the device. RUNS: a slice has a range of columns in each of so many equal runs. SHORT:
 // slots are short, as the input of many tokens, or a small card, leaves little room.
