@@ -1,20 +1,17 @@
-// Lets the processor run kernels of deltic/ops/cuda/kernels: a thread for each thread of a block, one block after the other.
-// What common.cuh has for a GPU is here for a processor, as far as these kernels need it.
+// Lets the processor run kernels of deltic/ops/cuda/kernels, one block after the other. A fiber stands for each thread of a
+// block. Warps take turns in a random order, and some of them rest, so that they meet in many ways. What common.cuh has for a
+// GPU is here for a processor, as far as these kernels need it.
 #pragma once
+#include <ucontext.h>
+
 #include <algorithm>
-#include <atomic>
-#include <barrier>
 #include <bit>
-#include <chrono>
 #include <cmath>
-#include <condition_variable>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <mutex>
+#include <functional>
 #include <random>
-#include <thread>
+#include <utility>
 #include <vector>
 
 typedef unsigned char u8;
@@ -30,17 +27,43 @@ struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct float4 { float x, y, z, w; };
 struct Index { int x, y, z; };
-static thread_local Index threadIdx, blockIdx;
-static Index gridDim;
+static Index threadIdx, blockIdx, gridDim;
 using std::max, std::min;
 
+// Fibers. A fiber that waits lets the others go on, and looks again in its next turn.
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    bool ended = false;
+};
+static std::vector<Fiber> fibers;
+static ucontext_t scheduler;
+static std::function<void()> kernel_of_block;
+static std::minstd_rand draw;
+static bool moved;  // something has happened in this round
+static void run_fiber() {
+    kernel_of_block();
+    fibers[threadIdx.x].ended = moved = true;
+}
+template <class F> DEVICE void wait_until(F condition) {
+    while (!condition()) swapcontext(&fibers[threadIdx.x].context, &scheduler);
+}
+struct Meeting {
+    int count = 0, arrived = 0, turn = 0;
+    void arrive_and_wait() {
+        const int own = turn;
+        if (++arrived == count) arrived = 0, ++turn, moved = true;
+        wait_until([&] { return turn != own; });
+    }
+};
+
 struct Warp {
-    std::barrier<> meeting{32};
+    Meeting meeting{32};
     u64 values[32];
     u32 left[32][4], right[32][2];  // of the matrices that it multiplies
 };
-static std::vector<std::unique_ptr<Warp>> warps;
-static std::unique_ptr<std::barrier<>> block, eight_warps, other_warps;
+static std::vector<Warp> warps;
+static Meeting block, eight_warps, other_warps;
 
 DEVICE uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 DEVICE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
@@ -59,8 +82,8 @@ DEVICE u32 __byte_perm(u32 a, u32 b, u32 which) {
     for (int i = 0; i < 4; ++i) found |= u32((u64(b) << 32 | a) >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
     return found;
 }
-DEVICE void __syncthreads() { block->arrive_and_wait(); }
-DEVICE Warp &own_warp() { return *warps[threadIdx.x / 32]; }
+DEVICE void __syncthreads() { block.arrive_and_wait(); }
+DEVICE Warp &own_warp() { return warps[threadIdx.x / 32]; }
 DEVICE void __syncwarp() { own_warp().meeting.arrive_and_wait(); }
 template <class T> DEVICE T exchange(T own, int from) {
     Warp &warp = own_warp();
@@ -125,9 +148,9 @@ template <int N> DEVICE void load_all(float (&v)[N], const float *p) {
 template <int N> DEVICE void load_all(float (&v)[N], const u16 *p) {
     for (int i = 0; i < N; ++i) v[i] = low(p[i]);
 }
-DEVICE void meet_eight_warps() { eight_warps->arrive_and_wait(); }
+DEVICE void meet_eight_warps() { eight_warps.arrive_and_wait(); }
 template <int WARPS> DEVICE void meet_copying_warps() {
-    if (WARPS > 1) other_warps->arrive_and_wait();
+    if (WARPS > 1) other_warps.arrive_and_wait();
     __syncwarp();
 }
 // As mma.sync.aligned.m16n8k16 of bfloat16.
@@ -160,45 +183,38 @@ DEVICE uint2 load_shared2(u32 at) { return read_shared<uint2>(at); }
 
 // Barriers of eight bytes from the beginning of shared memory, and copies that report to them, some of them late.
 struct Barrier {
-    int arrivals = 0, pending = 0;
-    i64 bytes = 0;
+    int arrivals = 0, pending = 0, bytes = 0;
     u32 phase = 0;
     void settle() {
+        moved = true;
         if (pending == 0 && bytes == 0) ++phase, pending = arrivals;
     }
 };
+struct Copy {
+    u32 to, barrier;
+    const void *from;
+    int bytes, rounds;  // until it is there
+};
 static Barrier barriers[64];
-static std::mutex of_barriers;
-static std::condition_variable changed;
-static std::atomic<int> copies;
-template <class F> DEVICE void change_barrier(u32 at, F change) {
-    const std::lock_guard lock(of_barriers);
-    change(barriers[at / 8]);
-    barriers[at / 8].settle();
-    changed.notify_all();
-}
-DEVICE void init_barrier(u32 at, int arrivals) {
-    change_barrier(at, [=](Barrier &barrier) { barrier = {arrivals, arrivals}; });
-}
+static std::vector<Copy> on_their_way;
+static int copies;
+DEVICE void init_barrier(u32 at, int arrivals) { barriers[at / 8] = {arrivals, arrivals}; }
 DEVICE void publish_barriers() {}
-DEVICE void arrive_barrier(u32 at) {
-    change_barrier(at, [](Barrier &barrier) { --barrier.pending; });
-}
-DEVICE void expect_bytes(u32 at, int bytes) {
-    change_barrier(at, [=](Barrier &barrier) { --barrier.pending, barrier.bytes += bytes; });
-}
+DEVICE void arrive_barrier(u32 at) { --barriers[at / 8].pending, barriers[at / 8].settle(); }
+DEVICE void expect_bytes(u32 at, int bytes) { barriers[at / 8].bytes += bytes, arrive_barrier(at); }
 DEVICE void await_barrier(u32 at, u32 parity) {
-    std::unique_lock lock(of_barriers);
-    if (!changed.wait_for(lock, std::chrono::seconds(60), [=] { return (barriers[at / 8].phase & 1) != parity; })) {
-        fprintf(stderr, "thread %d waits for barrier %d in vain\n", threadIdx.x, at / 8);
-        abort();
-    }
+    wait_until([=] { return (barriers[at / 8].phase & 1) != parity; });
 }
 DEVICE void bulk_copy(u32 to, const void *from, int bytes, u32 barrier, u64) {
-    static thread_local std::minstd_rand draw(threadIdx.x);
-    if (draw() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(draw() % 200));
-    memcpy(shared + to, from, bytes), ++copies;
-    change_barrier(barrier, [=](Barrier &each) { each.bytes -= bytes; });
+    on_their_way.push_back({to, barrier, from, bytes, int(draw() % 20)}), ++copies;
+}
+DEVICE void end_due_copies() {
+    std::erase_if(on_their_way, [](Copy &copy) {
+        if (copy.rounds-- > 0) return false;
+        memcpy(shared + copy.to, copy.from, copy.bytes);
+        barriers[copy.barrier / 8].bytes -= copy.bytes, barriers[copy.barrier / 8].settle();
+        return true;
+    });
 }
 constexpr bool BULK_COPIES = true;
 constexpr int COPIERS = 1;
@@ -207,23 +223,40 @@ DEVICE void await_own_copies() {}
 #define COPY_EACH(has, to, from, bytes, barrier, policy) \
     if (has) bulk_copy(to, from, bytes, barrier, policy)
 
-// Returns how many threads 0 of blocks have waited for what came before.
+// Runs a block; false: all wait for something that does not come.
+static bool run_block(int threads) {
+    constexpr int STACK = 64 << 10, PATIENCE = 1000;
+    std::vector<int> order(threads / 32);
+    for (int i = 0; i < int(order.size()); ++i) order[i] = i;
+    fibers = std::vector<Fiber>(threads);
+    for (Fiber &fiber : fibers) {
+        fiber.stack.resize(STACK);
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = STACK;
+        fiber.context.uc_link = &scheduler;
+        makecontext(&fiber.context, run_fiber, 0);
+    }
+    for (int idle = 0; idle < PATIENCE; idle = moved ? 0 : idle + 1) {
+        moved = false;
+        end_due_copies();
+        std::shuffle(order.begin(), order.end(), draw);
+        for (const int warp : order) {
+            if (draw() % 4 == 0) continue;
+            for (threadIdx.x = warp * 32; threadIdx.x < warp * 32 + 32; ++threadIdx.x)
+                if (!fibers[threadIdx.x].ended) swapcontext(&scheduler, &fibers[threadIdx.x].context);
+        }
+        if (std::all_of(fibers.begin(), fibers.end(), [](const Fiber &fiber) { return fiber.ended; })) return on_their_way.empty();
+    }
+    return false;
+}
+// Returns how many blocks have waited for what came before; -1 if one of them does not end.
 template <class F> static int launch(int grid, int threads, F kernel) {
-    gridDim.x = grid, waits = 0, copies = 0;
-    for (int number = 0; number < grid; ++number) {
+    gridDim.x = grid, waits = 0, copies = 0, kernel_of_block = kernel;
+    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
         memset(shared, 0xff, sizeof shared);
-        warps.clear();
-        for (int i = 0; i < threads / 32; ++i) warps.push_back(std::make_unique<Warp>());
-        block = std::make_unique<std::barrier<>>(threads);
-        eight_warps = std::make_unique<std::barrier<>>(256);
-        other_warps = std::make_unique<std::barrier<>>(max(threads - 256, 1));
-        std::vector<std::thread> running;
-        for (int i = 0; i < threads; ++i)
-            running.emplace_back([=] {
-                threadIdx.x = i, blockIdx.x = number;
-                kernel();
-            });
-        for (auto &each : running) each.join();
+        warps = std::vector<Warp>(threads / 32), on_their_way.clear();
+        block = {threads}, eight_warps = {256}, other_warps = {threads - 256};
+        if (!run_block(threads)) return -1;
     }
     return waits;
 }

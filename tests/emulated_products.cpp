@@ -5,8 +5,7 @@
 #include "product.cuh"
 #include "sliced.cuh"
 
-// Returns how many copies brought weights to shared memory.
+// Returns how many copies brought weights to shared memory; -1 if a block does not end.
 extern "C" int run_product(const Product *a, int grid, int threads) {
-    launch(grid, threads, [=] { PRODUCT(*a); });
-    return copies;
+    return launch(grid, threads, [=] { PRODUCT(*a); }) < 0 ? -1 : copies;
 }

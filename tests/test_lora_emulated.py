@@ -50,7 +50,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if not shutil.which("g++"):
         pytest.skip("g++ is not installed")
     target = tmp_path_factory.mktemp("emulated") / "lora.so"
-    command = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-pthread", f"-I{FOLDER}",
+    command = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-I{FOLDER}",
                str(Path(__file__).with_name("emulated_lora.cpp")), "-o", str(target)]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(target))

@@ -53,7 +53,6 @@ CASES = [
     Case(1088, PART, 90, split=ColumnSlices(1)), Case(2048, PART, 90, 3, split=ColumnSlices(2, 2))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products(case: Case, tmp_path: Path) -> None:
     """Of bfloat16 weights, added in float32."""
@@ -63,8 +62,8 @@ def test_products(case: Case, tmp_path: Path) -> None:
     call, target = re.search(r"\{ (\w+<.*?>)\(a\)", product.source(tokens)), tmp_path / "product.so"
     assert call
     source = Path(__file__).with_name("emulated_products.cpp")
-    subprocess.run(["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-pthread",
-                    f"-I{FOLDER}", f"-DPRODUCT={call[1]}", str(source), "-o", str(target)], check=True)
+    subprocess.run(["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-I{FOLDER}",
+                    f"-DPRODUCT={call[1]}", str(source), "-o", str(target)], check=True)
     rng = torch.Generator().manual_seed(1)
     weight = (torch.randn(case.rows, case.columns, generator=rng) * 0.05).bfloat16()
     x, scale = torch.randn(tokens, case.columns, generator=rng), torch.rand(case.columns, generator=rng) + 0.5
@@ -85,4 +84,4 @@ def test_products(case: Case, tmp_path: Path) -> None:
         weight=weight, x=x, scale=scale if case.norm else None, y=y, eps=EPS, tokens=tokens, rows=case.rows,
         whole=units // case.blocks, rest=units % case.blocks, group=group, inverse=65536 // tokens + 1, slots=slots)),
         case.blocks, product.threads(tokens))
-    assert copies and float((y - wanted).norm() / wanted.norm()) < (5e-3 if case.norm else 1e-6)
+    assert copies > 0 and float((y - wanted).norm() / wanted.norm()) < (5e-3 if case.norm else 1e-6)
