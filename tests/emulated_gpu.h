@@ -2,15 +2,22 @@
 // block. Warps take turns in a random order, and some of them rest, so that they meet in many ways. What common.cuh has for a
 // GPU is here for a processor, as far as these kernels need it.
 #pragma once
+#ifndef PER_DEVICE
+#define PER_DEVICE  // thread_local: each thread of the processor is a device
+#endif
 #include <ucontext.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <mutex>
 #include <random>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -24,10 +31,11 @@ typedef long long i64;
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 struct uint2 { u32 x, y; };
+struct float2 { float x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct float4 { float x, y, z, w; };
 struct Index { int x, y, z; };
-static Index threadIdx, blockIdx, gridDim;
+static PER_DEVICE Index threadIdx, blockIdx, blockDim, gridDim;
 using std::max, std::min;
 
 // Fibers. A fiber that waits lets the others go on, and looks again in its next turn.
@@ -36,11 +44,11 @@ struct Fiber {
     std::vector<char> stack;
     bool ended = false;
 };
-static std::vector<Fiber> fibers;
-static ucontext_t scheduler;
-static std::function<void()> kernel_of_block;
-static std::minstd_rand draw;
-static bool moved;  // something has happened in this round
+static PER_DEVICE std::vector<Fiber> fibers;
+static PER_DEVICE ucontext_t scheduler;
+static PER_DEVICE std::function<void()> kernel_of_block;
+static PER_DEVICE std::minstd_rand draw;
+static PER_DEVICE bool moved, looked;  // in this round something has happened; a fiber has looked at what others write
 static void run_fiber() {
     kernel_of_block();
     fibers[threadIdx.x].ended = moved = true;
@@ -62,11 +70,12 @@ struct Warp {
     u64 values[32];
     u32 left[32][4], right[32][2];  // of the matrices that it multiplies
 };
-static std::vector<Warp> warps;
-static Meeting block, eight_warps, other_warps;
+static PER_DEVICE std::vector<Warp> warps;
+static PER_DEVICE Meeting block, eight_warps, other_warps;
 
 DEVICE uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 DEVICE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+DEVICE float2 make_float2(float x, float y) { return {x, y}; }
 DEVICE float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 template <class T> DEVICE T __ldcg(const T *p) { return *p; }
 template <class T> DEVICE T __ldg(const T *p) { return *p; }
@@ -113,7 +122,7 @@ DEVICE u32 __ballot_sync(u32, bool own) {
 }
 
 // As in common.cuh.
-static int waits;
+static PER_DEVICE int waits;
 DEVICE void launch_dependents() {}
 DEVICE void wait() {
     if (threadIdx.x == 0) ++waits;
@@ -126,7 +135,7 @@ DEVICE float low(u32 x) { return std::bit_cast<float>(x << 16); }
 DEVICE float high(u32 x) { return std::bit_cast<float>(x & 0xffff0000u); }
 DEVICE u16 narrow(float x) {
     const u32 bits = std::bit_cast<u32>(x);
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fff;
 }
 DEVICE u32 narrow2(float lo, float hi) { return narrow(lo) | u32(narrow(hi)) << 16; }
 DEVICE float reciprocal(float x) { return 1 / x; }
@@ -141,6 +150,7 @@ DEVICE u32 warp_max(u32 v) {
 }
 DEVICE float load(const float *p) { return *p; }
 DEVICE float4 load4(const float *p) { return *(const float4 *)p; }
+DEVICE void store4(float *p, float4 v) { *(float4 *)p = v; }
 DEVICE uint4 load8(const u16 *p) { return *(const uint4 *)p; }
 template <int N> DEVICE void load_all(float (&v)[N], const float *p) {
     for (int i = 0; i < N; ++i) v[i] = p[i];
@@ -170,8 +180,41 @@ DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
     warp.meeting.arrive_and_wait();
 }
 
+// Memory that other devices write to at any time: two numbers come at once. Who looks there lets the others go on first.
+DEVICE void store_volatile(uint4 *p, u32 x, u32 y, u32 z, u32 w) {
+    const auto to = (volatile u64 *)p;
+    to[0] = x | u64(y) << 32, to[1] = z | u64(w) << 32;
+}
+DEVICE void store_volatile(u32 *p, u32 v) { *(volatile u32 *)p = v; }
+DEVICE uint4 load_volatile(const uint4 *p) {
+    looked = true;
+    swapcontext(&fibers[threadIdx.x].context, &scheduler);
+    const auto from = (const volatile u64 *)p;
+    const u64 first = from[0], second = from[1];
+    return {u32(first), u32(first >> 32), u32(second), u32(second >> 32)};
+}
+DEVICE u32 load_volatile(const u32 *p) { return *(const volatile u32 *)p; }
+// A clock that goes on, by a tenth of a second, when no device has had anything to do for 50 rounds.
+static PER_DEVICE int device;
+constexpr int ENDED = 1 << 30;
+static std::atomic<int> idle_rounds[8];
+static std::atomic<u64> clock_now;
+DEVICE u64 nanoseconds() { return clock_now; }
+DEVICE void end_round() {
+    static std::mutex one_at_a_time;
+    const std::lock_guard lock(one_at_a_time);
+    idle_rounds[device] = moved ? 0 : idle_rounds[device] + 1;
+    for (const auto &rounds : idle_rounds)
+        if (rounds < 50) return;
+    clock_now += 100'000'000;
+    for (auto &rounds : idle_rounds)
+        if (rounds < ENDED) rounds = 0;
+}
+DEVICE void __threadfence_system() {}
+DEVICE int count_up(int *p) { return (*p)++; }
+
 // Shared memory whose size a launch gives. Addresses in it begin with 0.
-alignas(128) char shared[256 << 10];
+alignas(128) PER_DEVICE char shared[256 << 10];
 DEVICE u32 shared_address(const void *p) { return u32((const char *)p - shared); }
 template <class T> DEVICE T read_shared(u32 at) {
     T found;
@@ -195,9 +238,9 @@ struct Copy {
     const void *from;
     int bytes, rounds;  // until it is there
 };
-static Barrier barriers[64];
-static std::vector<Copy> on_their_way;
-static int copies;
+static PER_DEVICE Barrier barriers[64];
+static PER_DEVICE std::vector<Copy> on_their_way;
+static PER_DEVICE int copies;
 DEVICE void init_barrier(u32 at, int arrivals) { barriers[at / 8] = {arrivals, arrivals}; }
 DEVICE void publish_barriers() {}
 DEVICE void arrive_barrier(u32 at) { --barriers[at / 8].pending, barriers[at / 8].settle(); }
@@ -236,8 +279,10 @@ static bool run_block(int threads) {
         fiber.context.uc_link = &scheduler;
         makecontext(&fiber.context, run_fiber, 0);
     }
-    for (int idle = 0; idle < PATIENCE; idle = moved ? 0 : idle + 1) {
-        moved = false;
+    for (int idle = 0; idle < PATIENCE; idle = moved || looked ? 0 : idle + 1) {
+        if (looked && !moved) std::this_thread::sleep_for(std::chrono::microseconds(50));
+        end_round();
+        moved = looked = false;
         end_due_copies();
         std::shuffle(order.begin(), order.end(), draw);
         for (const int warp : order) {
@@ -251,7 +296,7 @@ static bool run_block(int threads) {
 }
 // Returns how many blocks have waited for what came before; -1 if one of them does not end.
 template <class F> static int launch(int grid, int threads, F kernel) {
-    gridDim.x = grid, waits = 0, copies = 0, kernel_of_block = kernel;
+    gridDim.x = grid, blockDim.x = threads, waits = 0, copies = 0, kernel_of_block = kernel;
     for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
         memset(shared, 0xff, sizeof shared);
         warps = std::vector<Warp>(threads / 32), on_their_way.clear();

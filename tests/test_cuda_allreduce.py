@@ -216,11 +216,12 @@ def test_sums_of_kernels_of_both_kinds_in_turns() -> None:
     assert all(torch.equal(found.cpu(), residual) for found in devices.residuals)
 
 
-def test_numbers_that_are_none() -> None:
+@pytest.mark.parametrize("count", [2, 4])
+def test_numbers_that_are_none(count: int) -> None:
     """Not a number with all bits set, which stands for a number that has not come."""
-    devices = Devices(2, "streams", torch.bfloat16)
+    devices = Devices(count, "streams", torch.bfloat16)
     devices.fill(4)
-    for rank in range(2):
+    for rank in range(count):
         with devices.on(rank):
             devices.parts[rank].view(torch.int16).fill_(-1)
     devices.wait()

@@ -23,41 +23,21 @@ struct AllReduce {
     int fences;        // boxes lie in memory of the host
 };
 
-DEVICE void store_cell(uint4 *p, float2 v, u32 epoch) {
-    asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};"
-                 :: "l"(p), "r"(__float_as_uint(v.x)), "r"(epoch), "r"(__float_as_uint(v.y)), "r"(epoch) : "memory");
-}
-DEVICE uint4 load_cell(const uint4 *p) {
-    uint4 v;
-    asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-    return v;
-}
-DEVICE u32 load_word(const u32 *p) {
-    u32 v;
-    asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-DEVICE void store_word(u32 *p, u32 v) { asm volatile("st.volatile.global.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory"); }
-DEVICE u64 now() {
-    u64 v;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(v) :: "memory");
-    return v;
-}
 // What device `from` has sent to a cell, once `there` says that all of it has come. If it does not come within `limit`, NaN;
 // then nothing is waited for any more.
 template <class There>
 DEVICE uint4 receive(const AllReduce &a, const uint4 *cell, int from, i64 limit, bool failed, There there) {
     u64 began = 0;
     for (int tries = 0;; ++tries) {
-        const uint4 v = load_cell(cell);
+        const uint4 v = load_volatile(cell);
         if (there(v)) return v;
         if (failed) break;
         if (tries % 1024 < 1023) continue;
-        const u64 time = now();
+        const u64 time = nanoseconds();
         if (!began) began = time;
-        failed = load_word(a.state + kFailed);
+        failed = load_volatile(a.state + kFailed);
         if (!failed && i64(time - began) > limit) {
-            store_word(a.state + kFailed, 1), store_word(a.report, 1 + from);
+            store_volatile(a.state + kFailed, 1), store_volatile(a.report, 1 + from);
             failed = true;
         }
     }
@@ -65,14 +45,14 @@ DEVICE uint4 receive(const AllReduce &a, const uint4 *cell, int from, i64 limit,
     return make_uint4(none, none, none, none);
 }
 DEVICE u32 begin_sum(const AllReduce &a) {
-    const u32 epoch = load_word(a.state + kEpoch) + 1;
+    const u32 epoch = load_volatile(a.state + kEpoch) + 1;
     return epoch ? epoch : 2;  // boxes begin with 0
 }
 // By all threads of all blocks.
 DEVICE void end_sum(const AllReduce &a, u32 epoch) {
     __syncthreads();
     if (threadIdx.x || count_up((int *)a.state + kDone) != int(gridDim.x) - 1) return;
-    store_word(a.state + kDone, 0), store_word(a.state + kEpoch, epoch);
+    store_volatile(a.state + kDone, 0), store_volatile(a.state + kEpoch, epoch);
 }
 // A device's box. The list is a parameter of the kernel, of which the compiler has to know the places.
 template <int N> DEVICE uint4 *box_of(const AllReduce &a, int device) {
@@ -89,14 +69,15 @@ template <int N> DEVICE void all_reduce(const AllReduce &a) {
     launch_dependents();
     wait();
     const u32 epoch = begin_sum(a);
-    const bool failed = load_word(a.state + kFailed);
+    const bool failed = load_volatile(a.state + kFailed);
     if (i < a.cells) {
         float2 part[N];
         const float2 own = __ldcg((const float2 *)a.x + i), old = __ldcg((const float2 *)a.y + i);
         const i64 turn = i64(epoch & 1) * N;
 #pragma unroll
         for (int p = 0; p < N; ++p) {
-            if (p != a.rank) store_cell(a.boxes[p] + (turn + a.rank) * a.room + i, own, epoch);
+            if (p != a.rank)
+                store_volatile(a.boxes[p] + (turn + a.rank) * a.room + i, __float_as_uint(own.x), epoch, __float_as_uint(own.y), epoch);
         }
         const uint4 *box = box_of<N>(a, a.rank);
 #pragma unroll
@@ -130,15 +111,12 @@ struct AllReduceNorm : AllReduce {
 };
 
 DEVICE u32 present(u32 pair) { return pair == kAbsent ? 0x7fff7fff : pair; }
-DEVICE void store_pairs(uint4 *p, u32 x, u32 y, u32 z, u32 w) {
-    asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" :: "l"(p), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
 // What device `from` has sent to a cell, which is free for another sum afterwards.
 DEVICE uint4 take_pairs(const AllReduce &a, uint4 *cell, int from, i64 limit, bool failed) {
     const uint4 v = receive(a, cell, from, limit, failed, [](uint4 v) {
         return v.x != kAbsent && v.y != kAbsent && v.z != kAbsent && v.w != kAbsent;
     });
-    store_pairs(cell, kAbsent, kAbsent, kAbsent, kAbsent);
+    store_volatile(cell, kAbsent, kAbsent, kAbsent, kAbsent);
     return v;
 }
 DEVICE void add_pairs(float (&sum)[8], uint4 v) {
@@ -163,7 +141,7 @@ template <int N, int H> DEVICE void all_reduce_norm(const AllReduceNorm &a) {
     launch_dependents();
     wait();
     const u32 epoch = begin_sum(a);
-    const bool failed = load_word(a.state + kFailed);
+    const bool failed = load_volatile(a.state + kFailed);
     const uint4 *x = (const uint4 *)a.x + i64(row) * CELLS;
     const i64 turn = i64(epoch & 1) * 2 * N, place = i64(N == 2 ? row : row / N) * CELLS;
     const auto parts = [&](uint4 *box, int from) { return box + (turn + from) * a.room + place; };
@@ -174,7 +152,7 @@ template <int N, int H> DEVICE void all_reduce_norm(const AllReduceNorm &a) {
         const int i = threadIdx.x + k * 256;
         if (i >= CELLS || (N > 2 && owner == a.rank)) continue;
         const uint4 own = __ldcg(x + i);
-        store_pairs(parts(box_of<N>(a, N == 2 ? 1 - a.rank : owner), a.rank) + i, present(own.x), present(own.y),
+        store_volatile(parts(box_of<N>(a, N == 2 ? 1 - a.rank : owner), a.rank) + i, present(own.x), present(own.y),
                     present(own.z), present(own.w));
     }
     uint4 *box = box_of<N>(a, a.rank);
@@ -194,7 +172,7 @@ template <int N, int H> DEVICE void all_reduce_norm(const AllReduceNorm &a) {
 #pragma unroll
                 for (int p = 0; p < N; ++p) {
                     if (p != a.rank)
-                        store_pairs(sums(a.boxes[p], a.rank) + i, rounded.x, rounded.y, rounded.z, rounded.w);
+                        store_volatile(sums(a.boxes[p], a.rank) + i, rounded.x, rounded.y, rounded.z, rounded.w);
                 }
 #pragma unroll
                 for (int j = 0; j < 8; ++j) sum[j] = 0;

@@ -107,6 +107,26 @@ DEVICE int count_up(int *p) {
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
     return before;
 }
+// What other devices, or the host, read and write at any time. 16 bytes come in one store.
+DEVICE void store_volatile(uint4 *p, u32 x, u32 y, u32 z, u32 w) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" :: "l"(p), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+DEVICE void store_volatile(u32 *p, u32 v) { asm volatile("st.volatile.global.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory"); }
+DEVICE uint4 load_volatile(const uint4 *p) {
+    uint4 v;
+    asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+DEVICE u32 load_volatile(const u32 *p) {
+    u32 v;
+    asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE u64 nanoseconds() {
+    u64 v;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(v) :: "memory");
+    return v;
+}
 // For data that nobody reads again soon: it shall not push other data out of the second-level cache.
 DEVICE u64 read_once() {
     u64 policy;

@@ -1,0 +1,24 @@
+// Runs sums of kernels/allreduce.cuh over DEVICES devices with HIDDEN columns on the processor: a thread for each device.
+#define PER_DEVICE thread_local
+#include "emulated_gpu.h"
+#define __shared__ static thread_local
+#include "allreduce.cuh"
+
+// Each device makes the same sums one after the other, and begins some of them late. many: for each sum, whether it is of many
+// tokens. few, rows: arguments of each device. absent: the device that makes none, or -1.
+extern "C" void run_sums(int sums, const int *many, const AllReduce *const *few, const AllReduceNorm *const *rows, int absent) {
+    std::vector<std::thread> devices;
+    for (int i = 0; i < 8; ++i) idle_rounds[i] = i < DEVICES && i != absent ? 0 : ENDED;
+    for (int number = 0; number < DEVICES; ++number)
+        if (number != absent) devices.emplace_back([=] {
+            device = number, draw.seed(number);
+            for (int i = 0; i < sums; ++i) {
+                if (draw() % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(draw() % 3000));
+                const AllReduce &own = *few[device];
+                if (many[i]) launch(rows[device]->cells, 256, [=] { all_reduce_norm<DEVICES, HIDDEN>(*rows[device]); });
+                else launch((own.cells + 511) / 512, 512, [=] { all_reduce<DEVICES>(own); });
+            }
+            idle_rounds[number] = ENDED;
+        });
+    for (auto &each : devices) each.join();
+}
