@@ -5,8 +5,8 @@
 #include "allreduce.cuh"
 
 // Each device makes the same sums one after the other, and begins some of them late. many: for each sum, whether it is of many
-// tokens. few, rows: arguments of each device. absent: the device that makes none, or -1.
-extern "C" void run_sums(int sums, const int *many, const AllReduce *const *few, const AllReduceNorm *const *rows, int absent) {
+// tokens. given: arguments of all sums of a device, then those of the next one. absent: the device that makes none, or -1.
+extern "C" void run_sums(int sums, const int *many, const void *const *given, int absent) {
     std::vector<std::thread> devices;
     for (int i = 0; i < 8; ++i) idle_rounds[i] = i < DEVICES && i != absent ? 0 : ENDED;
     for (int number = 0; number < DEVICES; ++number)
@@ -14,9 +14,10 @@ extern "C" void run_sums(int sums, const int *many, const AllReduce *const *few,
             device = number, draw.seed(number);
             for (int i = 0; i < sums; ++i) {
                 if (draw() % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(draw() % 3000));
-                const AllReduce &own = *few[device];
-                if (many[i]) launch(rows[device]->cells, 256, [=] { all_reduce_norm<DEVICES, HIDDEN>(*rows[device]); });
-                else launch((own.cells + 511) / 512, 512, [=] { all_reduce<DEVICES>(own); });
+                const auto &few = *(const AllReduce *)given[number * sums + i];
+                const auto &rows = *(const AllReduceNorm *)given[number * sums + i];
+                if (many[i]) launch(rows.cells, 256, [&] { all_reduce_norm<DEVICES, HIDDEN>(rows); });
+                else launch((few.cells + 511) / 512, 512, [&] { all_reduce<DEVICES>(few); });
             }
             idle_rounds[number] = ENDED;
         });
