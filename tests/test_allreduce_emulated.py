@@ -7,7 +7,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ from deltic.ops.slices import tree_sum
 
 HIDDEN, FEW, MANY, EPS = 264, 5, 7, 1e-6
 """Columns: not as many as threads of a block. Tokens of both kinds of sums: no multiple of the devices."""
+
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 class Devices:
@@ -98,8 +101,8 @@ def library_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]
     return compiled
 
 
-@pytest.mark.parametrize("count", [2, 4, 8])
-@pytest.mark.parametrize("kinds", ["fffff", "mmmmm", "mffmfmmmfm"])
+@pytest.mark.parametrize("count", [2, 4, slow(8)])
+@pytest.mark.parametrize("kinds", [slow("fffff"), slow("mmmmm"), "mffmfmmmfm"])
 def test_sums(library_of: Callable[[int], Any], kinds: str, count: int) -> None:
     """Devices run ahead of each other as far as boxes allow. All have the same bits."""
     devices = Devices(count, library_of(count))
@@ -114,8 +117,8 @@ def test_sums(library_of: Callable[[int], Any], kinds: str, count: int) -> None:
             assert torch.equal(wide, devices.wide[0])
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("kinds", ["fmf", "mfm"])
+@pytest.mark.parametrize("count", [slow(2), 4])
+@pytest.mark.parametrize("kinds", [slow("fmf"), "mfm"])
 def test_a_device_that_never_comes(library_of: Callable[[int], Any], kinds: str, count: int) -> None:
     """The others say who was missing, and give NaN."""
     devices = Devices(count, library_of(count))
@@ -125,7 +128,7 @@ def test_a_device_that_never_comes(library_of: Callable[[int], Any], kinds: str,
         assert bool(devices.residuals[rank].isnan().all())
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [slow(2), 4])
 def test_numbers_that_are_none(library_of: Callable[[int], Any], count: int) -> None:
     """Not a number with all bits set, which stands for a number that has not come."""
     devices = Devices(count, library_of(count))

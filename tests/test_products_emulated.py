@@ -44,16 +44,17 @@ class Case:
         return Multiply(self.columns, self.norm, self.out, self.unit, split=self.split, card=CARDS["sm_90"])
 
 
+QUICK = [Case(2560, STORE, 150, blocks=2, norm=True), Case(6144, ADD, 90, blocks=2), Case(192, ADD, 70, 2),
+         Case(2048, PART, 90, 3, split=ColumnSlices(2, 2))]
+"""Of each form one; pieces of slices, slices that are not equal, several runs."""
 CASES = [
-    Case(2560, STORE, 150, blocks=2, norm=True), Case(5120, GATE, 96, 3, blocks=2, norm=True),
-    Case(2560, STORE, 100, 7, norm=True), Case(1024, STORE, 60, norm=True),
-    Case(17408, ADD, 60, 4), Case(6144, ADD, 90, blocks=2), Case(6144, ADD, 40, 6), Case(4096, ADD, 90),
-    Case(9216, ADD, 50, unit=4), Case(1152, ADD, 70), Case(192, ADD, 70, 2),
-    Case(8704, PART, 120, split=ColumnSlices(4)), Case(4352, PART, 120, blocks=2, split=ColumnSlices(2)),
-    Case(1088, PART, 90, split=ColumnSlices(1)), Case(2048, PART, 90, 3, split=ColumnSlices(2, 2))]
+    Case(5120, GATE, 96, 3, blocks=2, norm=True), Case(2560, STORE, 100, 7, norm=True),
+    Case(1024, STORE, 60, norm=True), Case(17408, ADD, 60, 4), Case(6144, ADD, 40, 6), Case(4096, ADD, 90),
+    Case(9216, ADD, 50, unit=4), Case(1152, ADD, 70), Case(8704, PART, 120, split=ColumnSlices(4)),
+    Case(4352, PART, 120, blocks=2, split=ColumnSlices(2)), Case(1088, PART, 90, split=ColumnSlices(1))]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*QUICK, *[pytest.param(case, marks=pytest.mark.slow) for case in CASES]], ids=str)
 def test_products(case: Case, tmp_path: Path) -> None:
     """Of bfloat16 weights, added in float32."""
     if not shutil.which("g++"):

@@ -47,11 +47,6 @@ DEVICE float4 load_host4(const float *p) {
 }
 DEVICE void store_host(u32 *p, u32 v) { asm volatile("st.release.sys.global.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory"); }
 DEVICE u32 load_state(const u32 *p) { return __ldcg(p); }
-DEVICE u64 nanoseconds() {
-    u64 v;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(v) :: "memory");
-    return v;
-}
 
 // A block for each token, of nine warps: eight bring its input into the form that the products have it in, the last one
 // finds its experts.
