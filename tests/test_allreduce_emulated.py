@@ -1,5 +1,5 @@
-"""Without a GPU: sums over devices, each of which stores into the memory of the others. The kernels run on the
-processor, a thread for each device."""
+"""Sums over devices without a GPU. The kernels run on the processor with one thread for each device. A device stores its
+numbers into the memory of the other devices."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_sums(devices: Devices) -> None:
 
 
 def test_wide_norms() -> None:
-    """In float32, beside those in bfloat16."""
+    """The kernel writes the norms in float32 and in bfloat16."""
     devices = Devices(2, "streams", torch.bfloat16)
     devices.fill(1)
     wide = [torch.zeros_like(residual) for residual in devices.residuals]

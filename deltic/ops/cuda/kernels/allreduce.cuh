@@ -2,8 +2,8 @@
 // The sum of what several devices of one process have, added to each one's residual. All devices get the same bits.
 //
 // Few tokens, `all_reduce`, in the order of deltic/ops/slices.py: every device stores its numbers into a box of each other
-// one, waits for theirs in its own box, and adds them in pairs. A cell of a box has two numbers, and beside each of them the
-// number of the sum (its epoch), which come in one store, so that no fence is needed.
+// device, waits until the other devices' numbers are in its own box, and adds them in pairs. A cell of a box holds two
+// numbers, each followed by the number of the sum (its epoch). One store writes the cell, so no fence is needed.
 //
 // Many tokens, `all_reduce_norm`: see there.
 //
@@ -54,7 +54,7 @@ DEVICE void end_sum(const AllReduce &a, u32 epoch) {
     if (threadIdx.x || count_up((int *)a.state + kDone) != int(gridDim.x) - 1) return;
     store_volatile(a.state + kDone, 0), store_volatile(a.state + kEpoch, epoch);
 }
-// A device's box. The list is a parameter of the kernel, of which the compiler has to know the places.
+// A device's box. The list is a kernel parameter, and the compiler can only index it with constants.
 template <int N> DEVICE uint4 *box_of(const AllReduce &a, int device) {
     uint4 *box = a.boxes[0];
 #pragma unroll
