@@ -1,5 +1,5 @@
-"""Sums over devices without a GPU. The kernels run on the processor with one thread for each device. A device stores its
-numbers into the memory of the other devices."""
+"""Sums over devices without a GPU. The kernels run on the processor with one thread for each device. A device stores
+its numbers into the memory of the other devices."""
 
 from __future__ import annotations
 
