@@ -225,7 +225,7 @@ def batch_of(done: list[int], real: int, moved: bool = False) -> Batch:
     return step_of(Padded(flat, rows, pages))
 
 
-CURSORS = [[1], [0], [17, 0, 300, 15], [16 * row + row for row in range(16)], [13 * row for row in range(32)]]
+CURSORS = [[1], [0], [8, 0], [17, 0, 300, 15], [16 * row + row for row in range(16)], [13 * row for row in range(32)]]
 
 
 @pytest.mark.parametrize("moved", [False, True])

@@ -386,11 +386,11 @@ class DecodeStep:
     def _gdn(self, layer: DecoderLayer, mixer: GdnWeights, buffers: _DecodeBuffers, proj: Tensor, stride: int) -> None:
         batch, spec, state = buffers.batch, mixer.spec, self.views.states[layer.store]
         slices = spec.value_dim // gdn_slice(spec, buffers.kind, mixer.shards)
-        heads = spec.value_heads * batch.layout.rows
-        splits, kind = self.splits_heads(spec, buffers), buffers.kind
-        if splits:
+        heads, kind = spec.value_heads * batch.layout.rows, buffers.kind
+        if splits := self.splits_heads(spec, buffers):
             # kernels with one block for each multiprocessor leave the next one the same room everywhere
-            grid, block, kind = max(slices * heads, self.blocks), 128, "spread"
+            each = 1 if slices * heads <= self.blocks or slices % 2 else 2
+            grid, block, kind = max(slices * heads // each, self.blocks), 128 * each, f"spread_{each}"
             alone = grid == self.blocks and not self._shapes.limits_registers and self._shapes.experts is None
             shared = SPLIT_HEAD_SHARED_BYTES * alone
         elif kind == "many" and passes_whole(spec):

@@ -12,7 +12,6 @@ from deltic.ops.cuda.card import Card, card_of, default_card
 from deltic.ops.cuda.driver import entry, headers
 from deltic.ops.cuda.layout import (
     BOUND_FOR_72_REGISTERS,
-    COPYING,
     MAX_GEMV_TOKENS,
     MAX_SPLIT_HEAD_TOKENS,
     PLAIN_MMA_TOKENS,
@@ -114,21 +113,17 @@ class Multiply:
         limited = limits_registers and not several and resident > 1
         threads = BOUND_FOR_72_REGISTERS if limited else self.threads(tokens)
         type, more = ("AddedProduct", ", true") if self.terms else ("Product", "")
-        name, call = ("SlicedMultiplier", "sliced") if self._sliced else ("Multiplier", "product")
-        template = f"{self.columns}, {norm}, {self.out}, {fours}, {self.unit}{more}"
+        call = f"product<{self.columns}, {norm}, {self.out}, {fours}, {self.unit}{more}>"
         if self._sliced:
-            template = (f"{self.columns}, {self.out}, {fours}, {self.unit}, {self.head}, {self.slice}, "
-                        f"{self.split.slices}, {self.split.runs}, {str(self._shape(tokens).short).lower()}{more}")
+            call = (f"sliced<{self.columns}, {self.out}, {fours}, {self.unit}, {self.head}, {self.slice}, "
+                    f"{self.split.slices}, {self.split.runs}, {str(self._shape(tokens).short).lower()}{more}>")
         return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
-                f"(const __grid_constant__ {type} a) {{ {call}<{template}>(a); }}\n"
-                f"static_assert({name}<{template}>::COPYING == {self.threads(tokens) // 32 - WARPS});\n"
+                f"(const __grid_constant__ {type} a) {{ {call}(a); }}\n"
                 + self._shape(tokens).check * self._sliced)
 
     def threads(self, tokens: int) -> int:
         """Of a block."""
-        several = not self._shape(tokens).short if self._sliced else (
-            tokens <= PLAIN_MMA_TOKENS and self.columns > SEGMENT and self.card.bulk_copies)
-        return (WARPS + (COPYING if several else 1)) * 32
+        return (WARPS + (self._shape(tokens).copying if self._sliced else 1)) * 32
 
     def group(self, tokens: int, units: int) -> int:
         """Units of a block between two sums over its warps: as many as fit."""
@@ -277,7 +272,8 @@ class Shapes:
         text, size = list[str](), gdn_slice(gdn, name, self.shards)
         shape, block = f"{gdn.key_dim}, {gdn.value_dim}, {size}, {kind}", gdn.value_dim // size * 128
         if name == "few":
-            text.append(entry("gdn_spread", "Gdn", "128, 6", f"gdn_spread<{shape}>"))
+            text += [entry(f"gdn_spread_{each}", "Gdn", f"{128 * each}, {6 // each}", f"gdn_spread<{shape}, {each}>")
+                     for each in (1, 2) if gdn.value_dim // size % each == 0]
         if name == "many" and passes_whole(gdn):
             whole = f"gdn_many<{gdn.key_dim}, {states_at_once(gdn, self.state, self.card)}"
             text.append(entry("gdn_many", "Gdn", f"{WHOLE_STATE_THREADS}, 1", f"{whole}, false>"))

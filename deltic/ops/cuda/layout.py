@@ -8,8 +8,8 @@ PLAIN_MMA_TOKENS = 4
 """Tokens that one tensor core instruction multiplies with bfloat16 weights."""
 MAX_SPLIT_HEAD_TOKENS = 2
 """Tokens of a step whose heads are split into slices, one block each, if the card has room for so many blocks."""
-WARPS, COPYING = 8, 4
-"""Warps of a block that multiply; warps that copy, where one alone would begin too few copies."""
+WARPS = 8
+"""Warps of a block that multiply; others copy."""
 SHARED_BYTES_BESIDE_NEXT = 105 << 10
 """Shared memory of a block that leaves room for the next kernel's block and a small one, on cards that have so much."""
 TWO_BLOCKS_SHARED_BYTES = 84 << 10

@@ -78,14 +78,21 @@ class SliceShape:
     @property
     def joined(self) -> int:
         """Slices of a slot, and warps that multiply them."""
-        if self.span > 1 or not self.short:
-            return self.span
-        return min(self.split.slices, _LANES // self.rows)
+        return self.span if self.span > 1 or not self.short else min(self.split.slices, _LANES // self.rows)
+
+    @property
+    def _bytes(self) -> int:  # of a copy
+        return self.span * self.piece * 2
 
     @property
     def slot(self) -> int:
         """Bytes of a slot."""
-        return self.joined // self.span * self.rows * (self.span * self.piece * 2 + 64)
+        return self.joined // self.span * self.rows * (self._bytes + 64)
+
+    @property
+    def copying(self) -> int:
+        """Warps that copy."""
+        return 1 if self.short or self._bytes >= 1536 else 2 if self._bytes >= 1024 else 4
 
     @property
     def teams(self) -> int:
@@ -102,11 +109,8 @@ class SliceShape:
         return WARPS // self.split.slices
 
     @property
-    def template(self) -> str:
-        return f"{self.split.slices}, {self.split.runs}, {self.rows}, {str(self.short).lower()}"
-
-    @property
     def check(self) -> str:
         """Source that does not compile if the kernels' shape is another one."""
-        shape = f"SliceShape<{self.columns}, {self.template}>"
-        return f"static_assert({shape}::SLOT == {self.slot} && {shape}::PARTS == {self.rounds});\n"
+        shape = f"SliceShape<{self.columns}, {self.split.slices}, {self.split.runs}, {self.rows}, {int(self.short)}>"
+        return (f"static_assert({shape}::SLOT == {self.slot} && {shape}::PARTS == {self.rounds} && "
+                f"{shape}::COPYING == {self.copying});\n")

@@ -1,9 +1,8 @@
 // The core of a Gated DeltaNet layer for rows that decode: convolution, gates, delta rule, gated norm. Four warps have BV
-// columns of a value head of a row, their slice of its state in registers. Of few heads each slice is a block, and the norm
-// is left to the product that reads them: blocks that had to wait for each other could not all start at once beside the
-// blocks of products. Of many heads a block has all slices, and goes from head to head; as soon as a state is in
-// registers, the next one and all else that its head needs are on their way to shared memory, as loads that are waited
-// for lie behind all those copies. Both round alike.
+// columns of a value head of a row, their slice of its state in registers. Of few heads, a block has one slice or two, and the
+// product that reads them makes the norm: blocks that wait for each other could not all start at once beside those of products.
+// Of many heads a block has all slices, and goes from head to head; as soon as a state is in registers, the next one and what
+// its head needs are on their way to shared memory, as loads that are waited for lie behind all copies. Both round alike.
 
 // The source begins with what a number of a state is in its slot, as the type State: float, or unsigned short, which is
 // bfloat16. In registers it is a float; whoever writes a state rounds it once.
@@ -78,7 +77,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
         keys = a.key_heads * DK, channels = 2 * keys + a.value_heads * DV;
         start = place.start, tokens = place.tokens, done = place.done, source = place.source, target = place.target;
     }
-    DEVICE bool has_gates() const { return NORMS || warp == WARPS - 1; }
+    DEVICE bool has_gates() const { return NORMS || threadIdx.x / 32 == WARPS - 1; }
     // A thread's i-th convolved channel, as a place in `mixed` and as a channel.
     DEVICE int local(int i) const { return threadIdx.x + i * THREADS; }
     DEVICE int channel_of(int c) const {
@@ -108,7 +107,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
     }
     DEVICE void shift(int i, u16 raw) { history[i][0] = history[i][1], history[i][1] = history[i][2], history[i][2] = wide(raw); }
     // The convolution of one token, whose inputs go to `raws` and results into `mixed`; sums of squares of each 32 channels
-    // into `red`. Of a block of one slice one warp has the gates: numbers that all heads have side by side come from the same
+    // into `red`. Of a block of one slice or two one warp has the gates: numbers that all heads have side by side come from the same
     // few places of the second-level cache, which is slow if every warp asks for them.
     template <class Input> DEVICE void convolve(Input input, float (&raws)[EACH], const Gates &of) {
 #pragma unroll
@@ -285,14 +284,15 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
     }
 };
 
-// Grid [DV / BV * heads or more], blocks of 128 threads.
-template <int DK, int DV, int BV, class In> DEVICE void gdn_spread(const Gdn &a) {
-    using Slice = GatedDelta<DK, DV, BV, 1, false, In>;
+// Grid [DV / BV / V * heads or more], blocks of 128 V threads.
+template <int DK, int DV, int BV, class In, int V> DEVICE void gdn_spread(const Gdn &a) {
+    using Slice = GatedDelta<DK, DV, BV, V, false, In>;
+    const int first = blockIdx.x * V;  // of the slices of all heads
     __shared__ typename Slice::Shared shared;
     launch_dependents();
-    if (int(blockIdx.x) >= a.heads * Slice::SLICES) return wait();
-    const Place place = Place::of(a, blockIdx.x / Slice::SLICES);
-    Slice g(a, shared, blockIdx.x % Slice::SLICES, place);
+    if (first >= a.heads * Slice::SLICES) return wait();
+    const Place place = Place::of(a, first / Slice::SLICES);
+    Slice g(a, shared, first % Slice::SLICES, place);
     if (place.row >= *a.count) return wait();
     const State *old = g.state(g.source) + g.place();
     const u64 policy = read_once();

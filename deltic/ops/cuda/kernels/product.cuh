@@ -1,6 +1,6 @@
 // y[t, n] = sum of x[t, k] * weight[n, k] for up to 16 tokens: a linear layer of a decode step, near the memory's speed.
 //
-// A block works on units of ROWS rows of the weight, cut into segments of 1,024 columns. One warp or several copy segments into a
+// A block works on units of ROWS rows of the weight, cut into segments of 1,024 columns. One warp copies segments into a
 // ring of slots in shared memory, the first ones before the kernel waits for its input; the copies are asynchronous and
 // leave other data in the second-level cache. Eight warps multiply: each has every 8th piece of 64 columns. Of eight columns
 // that a lane has of a row, the tensor cores take two and two as those of one of their 16 rows, the others as those of
@@ -40,7 +40,6 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
     static constexpr bool JOINED = SEGMENTS == 1, HELD = JOINED && FOURS == 1;  // HELD: x stays in registers
     static constexpr int LINE = SEGMENT * 2 + (JOINED ? 0 : 64), SLOT = ROWS * LINE, WIDTH = OUT == kGate ? ROWS / 2 : ROWS;
     static constexpr int COPIES = JOINED ? ROWS / WIDTH : ROWS;  // of a segment
-    static constexpr int COPYING = FOURS == 1 && !JOINED && BULK_COPIES ? 4 : 1;  // warps that copy
     int count, pieces, lap = 0, slot = 0;  // pieces: bytes of 32 columns of x
     u32 barrier, at, input;   // of the current slot: its barrier, the lane's first fragment; the lane's first one of x
     char *ring;               // [slots, ROWS, LINE]
@@ -63,15 +62,15 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
         at += SLOT, barrier += 8;
         if (++slot == a.slots) slot = 0, lap ^= 1, at -= a.slots * SLOT, barrier -= a.slots * 8;
     }
-    // A copying warp: its rows of all segments in the order in which they are multiplied; the first ones need no room to be made.
-    DEVICE void copy_all(int own) {
+    // The copying warp: all segments in the order in which they are multiplied; the first ones need no room to be made.
+    DEVICE void copy_all() {
         const u64 policy = read_once();
-        const int total = count * SEGMENTS, first = min(a.slots, total), empty = 8 * a.slots, n = lane * COPYING + own;
-        if (own == 0 && lane == 0) {
+        const int total = count * SEGMENTS, first = min(a.slots, total), empty = 8 * a.slots, n = lane;
+        if (lane == 0) {
             for (int i = 0; i < a.slots; ++i) init_barrier(barrier + 8 * i, COPIERS), init_barrier(barrier + empty + 8 * i, WARPS);
             publish_barriers();
         }
-        meet_copying_warps<COPYING>();
+        __syncwarp();
         constexpr int EACH = JOINED ? WIDTH : 1;  // rows of a copy
         const int begin = blockIdx.x * WIDTH, row = n * EACH < WIDTH ? begin + n * EACH : a.rows / 2 + begin + n * EACH - WIDTH;
         const char *from = (const char *)a.weight + i64(row) * (K * 2), *end = (const char *)a.weight + i64(a.rows) * (K * 2);
@@ -88,7 +87,7 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
                 if (K % SEGMENT && segment == SEGMENTS - 1) bytes = K % SEGMENT * 2;
                 if (from >= end) source = end - K * 2;  // rows that do not exist
             }
-            if (own == 0 && lane == 0) expect_bytes(barrier, bytes * COPIES);
+            if (lane == 0) expect_bytes(barrier, bytes * COPIES);
             __syncwarp();
             COPY_EACH(n < COPIES, at, source, bytes, barrier, policy);
             end_copies(barrier);
@@ -262,11 +261,11 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
     }
 };
 
-// Blocks of 8 warps that multiply, and of COPYING that copy.
+// Blocks of 8 warps that multiply and one that copies.
 template <int K, bool NORM, int OUT, int FOURS, int ROWS, bool TERMS = false> DEVICE void product(const Product &a) {
     extern __shared__ __align__(128) char shared[];
     Multiplier<K, NORM, OUT, FOURS, ROWS, TERMS> m(a, shared);
-    if (m.warp >= m.WARPS) return m.copy_all(m.warp - m.WARPS);
+    if (m.warp == m.WARPS) return m.copy_all();
     if (NORM && m.tid * 32 < K) prefetch(a.scale + m.tid * 32);
     __syncthreads();
     launch_dependents();

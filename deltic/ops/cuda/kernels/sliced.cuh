@@ -7,8 +7,8 @@
 // depends on where the slice lies or which others the device has. Eight slices make a unit of a model on one device; of one
 // on several devices the eight warps multiply several units at once. Warps with neighbouring slices make a team. Each team has
 // slots of its own, and teams do not wait for each other before all units are multiplied. A slot has a piece of each slice of a
-// team. A warp begins one copy after the other, and a long copy takes it no longer than a short one, about 70 cycles. Pieces of
-// a slice are short, so four warps copy, each for other teams and in its own quarter of the multiprocessor.
+// team. A warp begins one copy after the other, and a long copy takes it no longer than a short one, about 70 cycles. If copies
+// are short, two or four warps copy, each for other teams and in its own quarter of the multiprocessor.
 
 // The shape of a slot. SLICES: of the device. RUNS: a slice has a range of columns in each of so many equal runs. SHORT:
 // slots are short, as the input of many tokens, or a small card, leaves little room.
@@ -26,15 +26,12 @@ template <int K, int SLICES, int RUNS, int ROWS, bool SHORT> struct SliceShape {
         while (EQUAL && PARTS == 1 && 2 * n <= SLICES && 4 * n * RANGE <= COPY) n *= 2;
         return n;
     }
-    static constexpr int SPAN = span();  // slices of a copy
-    // slices of a slot, and warps of a team
-    static constexpr int joined() {
-        if (SPAN > 1) return SPAN;
-        return !SHORT ? 1 : SLICES < LANES / ROWS ? SLICES : LANES / ROWS;
-    }
-    static constexpr int JOINED = joined(), COPYING = SHORT ? 1 : 4;  // COPYING: warps that copy
+    // slices of a copy; slices of a slot, and warps of a team
+    static constexpr int SPAN = span(), JOINED = SPAN > 1 || !SHORT ? SPAN : SLICES < LANES / ROWS ? SLICES : LANES / ROWS;
+    // bytes of a copy; warps that copy
+    static constexpr int BYTES = SPAN * PIECE * 2, COPYING = SHORT || BYTES >= 1536 ? 1 : BYTES >= 1024 ? 2 : 4;
     // lines lie an odd number of 64 bytes apart, so that two of them are not in the same banks
-    static constexpr int LINE = SPAN * PIECE * 2 + 64, LINES = JOINED / SPAN * ROWS, SLOT = LINES * LINE;
+    static constexpr int LINE = BYTES + 64, LINES = JOINED / SPAN * ROWS, SLOT = LINES * LINE;
     // A row's line in a slot, and the line's part, that has a slice of the team: bytes from the slot's begin.
     static DEVICE int place(int slice, int row) { return (slice / SPAN * ROWS + row) * LINE + slice % SPAN * (RANGE * 2); }
     // Columns of part p of a slice: the first one, and how many.
