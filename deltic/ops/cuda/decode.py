@@ -388,8 +388,8 @@ class DecodeStep:
         slices = spec.value_dim // gdn_slice(spec, buffers.kind, mixer.shards)
         heads, kind = spec.value_heads * batch.layout.rows, buffers.kind
         if splits := self.splits_heads(spec, buffers):
-            # kernels with one block for each multiprocessor leave the next one the same room everywhere
-            each = 1 if slices * heads <= self.blocks or slices % 2 else 2
+            # one block for each multiprocessor leaves the next kernel the same room; quantized products hardly need it
+            each = 1 if slices * heads <= self.blocks or slices % 2 or self._shapes.parts else 2
             grid, block, kind = max(slices * heads // each, self.blocks), 128 * each, f"spread_{each}"
             alone = grid == self.blocks and not self._shapes.limits_registers and self._shapes.experts is None
             shared = SPLIT_HEAD_SHARED_BYTES * alone
