@@ -1,9 +1,9 @@
-// The gated delta rule for rows of several tokens, in chunks of 64 (arXiv 2412.06464, section 3.3). With S the state before
-// a chunk, D(t, i) the decay from token i to t, f the factors that normalise queries and keys,
+// The gated delta rule for rows of several tokens, in chunks of 64 (arXiv 2412.06464, section 3.3). S is the state before a
+// chunk, S' the state after it, D(t, i) the decay from token i to token t, f the factors that normalise queries and keys:
 //   T = (1 + tril(beta D f f k kT, -1))^-1, u = T beta v - (T beta D(., start) f k) S,
-//   o = D(., start) f q S + tril(D f f q kT) u, S' = D(end, start) S + (D(end, .) f k)T u:
-// `delta_terms` makes all that needs no S, for all chunks at once, `delta_scan` goes through the chunks of a row. Operands of
-// the tensor cores are bfloat16, sums, states and the inverse float32 (its inner products tf32).
+//   o = D(., start) f q S + tril(D f f q kT) u, S' = D(end, start) S + (D(end, .) f k)T u.
+// `delta_terms` computes all that does not depend on S, for all chunks at once. `delta_scan` loops over the chunks of a row.
+// Tensor core operands are bfloat16. Sums, states and the inverse are float32 (products within the inverse: tf32).
 
 template <bool TRANS> DEVICE void load_matrices(u32 (&r)[4], u32 address) {
     if constexpr (TRANS)
@@ -40,8 +40,8 @@ template <bool TRANS> DEVICE void store_matrices(u32 address, u32 a, u32 b, u32 
 
 struct DeltaTerms {
     const u16 *proj;     // [T, stride]: ... z, b, a
-    const u16 *tiles;    // [N, 2 Hk + Hv]: tiles
-    const float *units;  // [N, 2 Hk, 64]
+    const u16 *tiles;    // [N, 2 Hk + Hv]: tiles [64, D] (prompt.cuh) of N chunks
+    const float *units;  // [N, 2 Hk, 64]: 1 / length of queries and keys
     const float *decay, *dt_bias;
     u16 *terms;          // [N, Hv]: tiles of W [64, D], P [64, 64] and U [64, D], where u = U - W S, o = ... + P u
     float *gates;        // [N, Hv, 4, 64]: factors of q S, of u in S', sums of log decays, 1 / length of keys
@@ -52,13 +52,13 @@ struct DeltaTerms {
 template <int D> struct DeltaShape {
     static constexpr int TILE = CHUNK * D * 2, SCORES = CHUNK * CHUNK * 2, TERMS = 2 * TILE + SCORES, STEPS = D / 16,
                          LINE = 72, MATRIX = CHUNK * LINE * 4,           // bytes of a float32 matrix
-                         INNER = 2 * MATRIX + TILE + 6 * CHUNK * 4,  // shared memory of delta_terms: k is beside matrices
+                         INNER = 2 * MATRIX + TILE + 6 * CHUNK * 4,  // shared memory of delta_terms: X, M, k, vectors
                          COLUMNS = D >= 64 ? 64 : D, SLICE = CHUNK * COLUMNS * 2,
                          STAGE = 3 * TILE + SCORES + SLICE + 4 * CHUNK * 4, STAGES = 3;
     static_assert(MATRIX >= TILE && STAGE % 1024 == 0, "tiles do not fit");
 };
 
-// The lower 64 x 64 matrix T, times the diagonal of `scale`, times a tile [64, D]: warp w has rows 16 w ...
+// acc = T diag(scale) tile, with a lower triangular T [64, 64] and a tile [64, D]. Warp w computes rows 16 w ... 16 w + 15.
 template <int D> DEVICE void lower_product(float (&acc)[D / 8][4], const float *T, const float *scale, u32 tile) {
     constexpr int LINE = DeltaShape<D>::LINE;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
@@ -92,7 +92,7 @@ DEVICE u32 round_tf32(float x) {
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
     return r;
 }
-// to = sign * left right for 16 x 8 numbers, by one warp.
+// One warp: to [16, 8] = sign * left [16, K] * right [K, 8], in tf32.
 template <int LINE, int K> DEVICE void block_product(float *to, const float *left, const float *right, float sign) {
     const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
     float d[4] = {};
@@ -112,8 +112,9 @@ template <int LINE, int K> DEVICE void block_product(float *to, const float *lef
         *(float2 *)(to + (g + h * 8) * LINE + q * 2) = make_float2(sign * d[h * 2], sign * d[h * 2 + 1]);
 }
 
-// X = (1 + M)^-1 for the strictly lower M, both [64, LINE]; what lies above M's diagonal is used up. Blocks of 16 column by
-// column, then pairs of blocks: of ((A, 0), (B, C)) the lower left one is -C' B A' with the inverses A', C'.
+// X = (1 + M)^-1 for a strictly lower triangular M, both [64, LINE]; M above its diagonal is scratch memory. A thread for each
+// column inverts the diagonal blocks of 16. Pairs of blocks follow: the inverse of ((A, 0), (B, C)) has the lower left block
+// -C' B A', with the inverses A' and C'.
 template <int LINE> DEVICE void invert(float *M, float *X) {
     const int tid = threadIdx.x, warp = tid >> 5;
     if (tid < 64) {
@@ -134,7 +135,7 @@ template <int LINE> DEVICE void invert(float *M, float *X) {
             x[i] = sums[0] + sums[1];
             X[(block + i) * LINE + block + column] = x[i];
         }
-    } else {  // the blocks above
+    } else {  // zeros in the blocks above, which later products read
         for (int i = tid - 64; i < 512; i += 64)
             X[(i >> 8) * 32 * LINE + (i >> 4 & 15) * LINE + (i >> 8) * 32 + 16 + (i & 15)] = 0;
     }
@@ -157,12 +158,12 @@ template <int LINE> DEVICE void invert(float *M, float *X) {
     __syncthreads();
 }
 
-// A block of 128 threads for a value head of a chunk.
+// Grid [Hv, N]: a block of 128 threads for each value head of a chunk.
 template <int D> DEVICE void delta_terms(const DeltaTerms &a) {
     using Shape = DeltaShape<D>;
     constexpr int LINE = Shape::LINE;
     extern __shared__ __align__(1024) unsigned char memory[];
-    float *X = (float *)memory, *M = (float *)(memory + Shape::MATRIX);  // q lies in X, and v in M afterwards
+    float *X = (float *)memory, *M = (float *)(memory + Shape::MATRIX);  // X holds q before the inverse, M holds v after it
     unsigned char *rest = memory + 2 * Shape::MATRIX + Shape::TILE;
     float *sums = (float *)rest, *beta = sums + CHUNK, *unit_q = beta + CHUNK, *unit_k = unit_q + CHUNK,
           *scale_k = unit_k + CHUNK, *carry = scale_k + CHUNK;
@@ -265,7 +266,7 @@ template <int D> DEVICE void delta_terms(const DeltaTerms &a) {
     await_copies();
     __syncthreads();
 #pragma unroll
-    for (int n = 0; n < D / 8; n += 2)  // where k was, a warp's own rows
+    for (int n = 0; n < D / 8; n += 2)  // W replaces k; a warp writes and reads its own rows only
         store_matrices<false>(tile_k + tile_unit<D>(warp * 16 + (lane & 15), n + (lane >> 4)) * 16,
                               narrow2(acc[n][0], acc[n][1]), narrow2(acc[n][2], acc[n][3]),
                               narrow2(acc[n + 1][0], acc[n + 1][1]), narrow2(acc[n + 1][2], acc[n + 1][3]));

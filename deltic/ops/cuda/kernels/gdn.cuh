@@ -1,13 +1,14 @@
-// The core of a Gated DeltaNet layer for rows that decode: convolution, gates, delta rule, gated norm. Four warps have BV
-// columns of a value head of a row, their slice of its state in registers. Of few heads, a block has one slice or two, and the
-// product that reads them makes the norm: blocks that wait for each other could not all start at once beside those of products.
-// Of many heads a block has all slices, and goes from head to head; as soon as a state is in registers, the next one and what
-// its head needs are on their way to shared memory, as loads that are waited for lie behind all copies. Both round alike.
+// The core of a Gated DeltaNet layer for decode rows: convolution, gates, delta rule, gated norm. Four warps have one slice of
+// a value head, BV columns, and keep its state in registers. Two kernels round alike:
+// - gdn_spread, for few heads: a block has one or two slices. The output projection computes the norm, because blocks that
+//   wait for each other could not all start at once beside the blocks of products.
+// - gdn_stream, for many heads: a block has all slices and loops over heads. As soon as a state is in registers, the next one
+//   is copied to shared memory. A head's inputs are prefetched too, because a blocking load is served after all copies.
 
-// The source begins with what a number of a state is in its slot, as the type State: float, or unsigned short, which is
-// bfloat16. In registers it is a float; whoever writes a state rounds it once.
+// The source begins with the type State, a state's element in its slot: float, or unsigned short for bfloat16. In registers
+// it is a float. A state is rounded once, when it is written.
 
-// Entries of a replay ring (`verify.cuh`).
+// Capacity of a state delta log, in entries (`verify.cuh`).
 #define RING 16
 
 struct Gdn {
@@ -15,15 +16,15 @@ struct Gdn {
     const u16 *conv;     // [C, 4]
     const float *decay, *dt_bias, *norm;
     State *state;        // [slots, Hv, DK, DV]
-    u16 *ring;           // [slots, 4, C]
-    void *y;             // [T, Hv * DV] bf16; of blocks of slices: [T, heads_stride] float, not normed yet, and squares
+    u16 *ring;           // [slots, 4, C]: convolution inputs, position p at p mod 4
+    void *y;             // [T, Hv * DV] bf16; gdn_spread: [T, heads_stride] float, not normed yet, then slices' squares
     const i64 *count, *starts, *done, *source, *target;
     float eps;
-    int key_heads, value_heads, stride, tiled, heads;  // heads: of all rows
+    int key_heads, value_heads, stride, tiled, heads;  // heads: of all rows, padding included
 };
 
-// A value head of a row, the key head that it belongs to, whether it is the first one to do so, and where the row's tokens
-// and states are.
+// A value head of a row, its key head `from`, and the row's tokens and state slots. leads: the head is the first one of its
+// key head.
 struct Place {
     int row, head, from, leads, start, tokens, done, source, target;
     static DEVICE Place of(const Gdn &a, int item) {
@@ -34,12 +35,14 @@ struct Place {
     }
 };
 
-// What one token has for one head: its gates, before they are squeezed, and what they are squeezed with.
+// A token's gates for one head before their nonlinearities (beta: b, steep: a, gate: z of the thread's column), and the
+// parameters applied to them (rate: decay, bias: dt_bias, scale: norm weight of the column).
 struct Gates {
     float beta, steep, gate, rate, bias, scale;
 };
 
-// What a token's query and key are multiplied with, and their product; what it keeps of a state, and takes of its value.
+// query, key: factors that normalise a token's query (1 / sqrt(DK) included) and key. dot: product of both, normalised.
+// keep: decay of the state. beta: factor of the update.
 struct Factors {
     float query, key, dot;
 };
@@ -47,13 +50,14 @@ struct Rates {
     float keep, beta;
 };
 
-// Four numbers of a row of a state after a token with this key.
+// A token's update of four columns in a row of the state: keep * s + k * u.
 DEVICE float4 follow(float4 s, float k, const float (&u)[4], float keep) {
     return make_float4(__fmaf_rn(k, u[0], __fmul_rn(keep, s.x)), __fmaf_rn(k, u[1], __fmul_rn(keep, s.y)),
                        __fmaf_rn(k, u[2], __fmul_rn(keep, s.z)), __fmaf_rn(k, u[3], __fmul_rn(keep, s.w)));
 }
 
-// V slices of a head, by 128 V threads. NORMS: all of it, so that they can be normed.
+// V slices of a head, 128 threads each. A thread has four columns of rows tid / COLUMNS + i * GROUPS. NORMS: the block has
+// all slices of the head and computes the norm.
 template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta {
     static constexpr int THREADS = 128 * V, WARPS = 4, SLICES = DV / BV, COLUMNS = BV / 4,
                          GROUPS = 128 / COLUMNS, ROWS = DK / GROUPS, CHANNELS = 2 * DK + V * BV,
@@ -65,7 +69,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
     };
     const Gdn &a;
     Shared &m;
-    int tid, lane, part, warp, slice, head, from, keys, channels, start, tokens, done, source, target;  // part: of a block
+    int tid, lane, part, warp, slice, head, from, keys, channels, start, tokens, done, source, target;  // part: slice in block
     bool leads;
     float4 s[ROWS];
     float history[EACH][3];
@@ -78,7 +82,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
         start = place.start, tokens = place.tokens, done = place.done, source = place.source, target = place.target;
     }
     DEVICE bool has_gates() const { return NORMS || threadIdx.x / 32 == WARPS - 1; }
-    // A thread's i-th convolved channel, as a place in `mixed` and as a channel.
+    // The thread's i-th convolved channel: `local` is its index in `mixed`, `channel` its index in the projection.
     DEVICE int local(int i) const { return threadIdx.x + i * THREADS; }
     DEVICE int channel_of(int c) const {
         return c < DK ? from * DK + c : c < 2 * DK ? keys + from * DK + c - DK
@@ -87,7 +91,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
     DEVICE int channel(int i) const { return channel_of(local(i)); }
     DEVICE bool mixes(int i) const { return local(i) < CHANNELS; }
     DEVICE bool writes(int i) const { return mixes(i) && (leads || local(i) >= 2 * DK); }
-    // Of a thread's part of a head's state.
+    // Offset of s[0] in a head's state [DK, DV].
     DEVICE int place() const { return tid / COLUMNS * DV + slice * BV + tid % COLUMNS * 4; }
     DEVICE State *state(i64 slot) const { return a.state + (slot * a.value_heads + head) * (DK * DV); }
     DEVICE void load_history() {
@@ -100,18 +104,18 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
                 history[i][p] = mixes(i) && done - 3 + p >= 0 ? load(ring + ((done - 3 + p) & 3) * channels + channel(i)) : 0.f;
         }
     }
-    // A thread's i-th channel after the convolution.
+    // The thread's i-th channel after convolution and SiLU.
     DEVICE float mix(int i, u16 raw) const {
         return silu(__fmaf_rn(low(taps[i].x), history[i][0], __fmaf_rn(high(taps[i].x), history[i][1],
                     __fmaf_rn(low(taps[i].y), history[i][2], __fmul_rn(high(taps[i].y), wide(raw))))));
     }
     DEVICE void shift(int i, u16 raw) { history[i][0] = history[i][1], history[i][1] = history[i][2], history[i][2] = wide(raw); }
-    // The convolution of one token, whose inputs go to `raws` and results into `mixed`; sums of squares of each 32 channels
-    // into `red`. Of a block of one slice or two one warp has the gates: numbers that all heads have side by side come from the same
-    // few places of the second-level cache, which is slow if every warp asks for them.
+    // Convolves one token: inputs to `raws`, results to `mixed`, sums of squares of each 32 channels to `red`. In a block of
+    // one or two slices one warp computes the gates: the gates of all heads lie in the same few places of L2, which is slow
+    // if every warp reads them.
     template <class Input> DEVICE void convolve(Input input, float (&raws)[EACH], const Gates &of) {
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) raws[i] = mixes(i) ? input(i) : 0.f;  // all on their way before one is waited for
+        for (int i = 0; i < EACH; ++i) raws[i] = mixes(i) ? input(i) : 0.f;  // all loads are in flight before the first use
         float squares[EACH + EACH % 2] = {};
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
@@ -129,7 +133,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
         }
         __syncthreads();
     }
-    // The inputs before a row's only token, to another ring than they come from.
+    // Copies the three inputs before a row's only token to the ring of another slot.
     DEVICE void keep_older() const {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
@@ -138,8 +142,8 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
                 if (writes(i)) ring()[((done + 1 + p) & 3) * channels + channel(i)] = narrow(history[i][p]);
         }
     }
-    // After it, when nobody waits: the next token's history. ring: where the inputs are to be kept, null: nowhere; older:
-    // with the three before them.
+    // Shifts the history by a token, after the state update and off the critical path. ring: receives the token's inputs, or
+    // null; older: with the three before them.
     DEVICE void keep_inputs(const float (&raws)[EACH], u16 *ring, bool older, int position) {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
@@ -155,7 +159,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
             shift(i, raw);
         }
     }
-    // What a token's query and key are multiplied with, and their product. mixed, red: of the token.
+    // mixed, red: of the token, as `convolve` writes them.
     DEVICE Factors factors(const float *mixed, const float *red) const {
         float query_square = 0, key_square = 0, dot = 0;
 #pragma unroll
@@ -170,7 +174,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
         const float steep = of.steep + of.bias, soft = steep > 20.f ? steep : log1pf(__expf(steep));
         return {__expf(of.rate * soft), sigmoid(of.beta)};
     }
-    // The products of the warp's rows of the state with a token's key and query.
+    // Multiplies the warp's rows of the state with a token's key (parts[warp][0]) and query (parts[warp][1]).
     DEVICE void project(const float *mixed, const Factors &f, float (&parts)[WARPS][2][BV]) const {
         const int group = tid / COLUMNS;
         float k4[4] = {}, q4[4] = {};
@@ -193,7 +197,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
             *(float4 *)&parts[warp][1][lane * 4] = make_float4(q4[0], q4[1], q4[2], q4[3]);
         }
     }
-    // What the first BV threads put out: column tid. update: its u.
+    // Returns the output of column tid, for the first BV threads of a slice. update: receives the column's u.
     DEVICE float output(const float *value, const Factors &f, const Rates &r, const float (&parts)[WARPS][2][BV], float &update) const {
         float from_key = 0, from_query = 0;
 #pragma unroll
@@ -201,7 +205,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
         update = r.beta * __fmaf_rn(-r.keep, from_key, value[tid]);
         return __fmaf_rn(f.dot, update, __fmul_rn(r.keep, from_query));
     }
-    // The state after a token. last: where it is to be stored.
+    // Updates the state with a token. last: where to store the new state; null: registers only.
     DEVICE void update(const float *mixed, const float *value, const Factors &f, const Rates &r,
                        const float (&parts)[WARPS][2][BV], State *last) {
         const u64 policy = read_once();
@@ -222,7 +226,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
     DEVICE i64 output_place(int token) const {
         return i64(start + token) * (a.value_heads * DV) + head * DV + slice * BV + tid;
     }
-    // One token, whose inputs are convolved. last: where the state is to be stored.
+    // Processes a token that is already convolved. last: as in `update`.
     DEVICE void advance(int token, const Gates &of, State *last) {
         const float *value = m.mixed + 2 * DK + part * BV;
         const Rates r = NORMS ? rates(of) : m.rates;
@@ -249,10 +253,11 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
     }
     DEVICE const In *inputs(int token) const { return (const In *)a.proj + i64(start + token) * a.stride; }
     DEVICE const In *gates(int token) const { return inputs(token) + channels + a.value_heads * DV; }
-    // A row of one token keeps its ring while it is convolved, if all places of it get an input.
+    // True if a row's only token gives all four places of another slot's ring an input. They are then written along with the
+    // convolution.
     DEVICE bool older() const { return source != target && tokens == 1 && done >= 3; }
     DEVICE u16 *ring() const { return a.ring + i64(target) * 4 * channels; }
-    // One token of the row; following: when its inputs were used, before its state is.
+    // Convolves and processes a token. following: called after its inputs were used, before the state is.
     template <class Input, class Following> DEVICE void advance(int token, const Gates &of, Input input, State *last,
                                                                 Following following) {
         const bool kept = older() || (source == target && token + 4 >= tokens);
@@ -262,7 +267,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
         advance(token, of, token + 1 == tokens ? last : nullptr);
         keep_inputs(raws, kept ? ring() : nullptr, NORMS && older(), done + token);
     }
-    // Tokens from the n-th on, then the places of the ring that no new input went to.
+    // Processes tokens from the n-th on, then fills the ring's places without a new input.
     DEVICE void rest(int n, Gates of, State *last) {
 #pragma unroll 1
         for (; n < tokens; ++n) {
@@ -284,10 +289,10 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
     }
 };
 
-// Grid [DV / BV / V * heads or more], blocks of 128 V threads.
+// Grid [DV / BV / V * heads or more], blocks of 128 V threads. Surplus blocks only wait.
 template <int DK, int DV, int BV, class In, int V> DEVICE void gdn_spread(const Gdn &a) {
     using Slice = GatedDelta<DK, DV, BV, V, false, In>;
-    const int first = blockIdx.x * V;  // of the slices of all heads
+    const int first = blockIdx.x * V;  // index among the slices of all heads
     __shared__ typename Slice::Shared shared;
     launch_dependents();
     if (first >= a.heads * Slice::SLICES) return wait();
@@ -302,13 +307,13 @@ template <int DK, int DV, int BV, class In, int V> DEVICE void gdn_spread(const 
     g.load_history();
     const float scale = g.tid < BV ? __ldg(a.norm + g.slice * BV + g.tid) : 0.f;
     const Gates of{0, 0, 0, __ldg(a.decay + g.head), __ldg(a.dt_bias + g.head), scale};
-    if (g.older()) g.keep_older();  // no kernel of this step has anything to do with that ring
+    if (g.older()) g.keep_older();  // before wait(): no other kernel of this step accesses that ring
     wait();
     g.rest(0, of, g.state(g.target));
 }
 
-// What a head needs beside its state, as it comes to shared memory: of its channels the taps, three earlier inputs and the
-// new ones, and its gates. Threads copy pairs of channels.
+// A head's prefetched data in shared memory, except its state: taps, three earlier inputs and the new input of its channels,
+// and its gates. A thread copies a pair of channels.
 template <class Head, class In> struct Arriving {
     static constexpr int PAIRS = Head::CHANNELS / 2, GATES = Head::SLICES * Head::COLUMNS * 4 / 2, WORD = sizeof(In) * 2;
     static_assert(PAIRS + GATES + 4 <= Head::THREADS, "too few threads to copy");
@@ -317,7 +322,7 @@ template <class Head, class In> struct Arriving {
     float rate, bias;
     u16 history[3][2 * PAIRS];
 
-    // What is there before the kernel waits.
+    // Prefetches what is available before `wait`: weights and earlier inputs.
     DEVICE void fetch_own(const Head &g) {
         const int t = threadIdx.x, o = t - PAIRS - GATES;
         if (o == 2) copy_async<4>(shared_address(&rate), g.a.decay + g.head);
@@ -333,7 +338,7 @@ template <class Head, class In> struct Arriving {
             else *(u32 *)&history[p][2 * t] = 0;
         }
     }
-    // Of the row's first token.
+    // Prefetches the projections of the row's first token. A copy has at least 4 bytes: bf16 gates come in pairs.
     DEVICE void fetch_inputs(const Head &g) {
         const int t = threadIdx.x, o = t - PAIRS, gate = o - GATES;
         const In *from = g.inputs(0);
@@ -362,7 +367,7 @@ template <class Head, class In> struct Arriving {
     static DEVICE float number(u16 v) { return wide(v); }
 };
 
-// Blocks of DV / BV * 128 threads, no more than there are heads.
+// Blocks of DV / BV * 128 threads, at most one for each head.
 template <int DK, int DV, int BV, class In> DEVICE void gdn_stream(const Gdn &a) {
     using Head = GatedDelta<DK, DV, BV, DV / BV, true, In>;
     using Inputs = Arriving<Head, In>;
@@ -370,18 +375,18 @@ template <int DK, int DV, int BV, class In> DEVICE void gdn_stream(const Gdn &a)
     extern __shared__ __align__(128) State stage[];
     __shared__ typename Head::Shared shared;
     __shared__ __align__(16) Inputs arriving;
-    __shared__ Place places[KNOWN];  // of the block's next heads
+    __shared__ Place places[KNOWN];  // the block's next heads
     __shared__ u64 barrier;
     const u32 full = shared_address(&barrier);
     const int items = min(a.heads, int(*a.count) * a.value_heads);
     const u64 policy = read_once();
     const auto exists = [&](int n) { return blockIdx.x + n * gridDim.x < items; };
     const auto head = [&](int n) { return Head(a, shared, 0, places[n % KNOWN]); };
-    const auto find = [&](int n) {  // the n-th and the following heads of the block
+    const auto find = [&](int n) {  // fills `places` with the block's heads from the n-th on
         if (threadIdx.x < KNOWN && exists(n + threadIdx.x))
             places[threadIdx.x] = Place::of(a, blockIdx.x + (n + threadIdx.x) * gridDim.x);
     };
-    const auto fetch = [&](const Head &g) {  // by copiers
+    const auto fetch = [&](const Head &g) {  // called by copiers
         const State *from = g.state(g.source);
         expect_bytes(full, g.done ? SIZE : 0);
         for (int at = 0; g.done && at < SIZE; at += CHUNK)

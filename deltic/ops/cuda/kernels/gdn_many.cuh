@@ -1,19 +1,20 @@
-// The core of a Gated DeltaNet layer (`gdn.cuh`) for many rows of one token, where all that counts is how fast the states
-// go in and out. One block for each multiprocessor goes from head to head: states come to shared memory as a whole, the
-// next ones while one is worked on, and go back from registers. Eight warps have the state, four others what lies before
-// and behind: they convolve the next head, and norm and gate the last one, so that nobody waits for anything but states.
+// The core of a Gated DeltaNet layer (`gdn.cuh`) for many rows of one token, bound by the reads and writes of states. One
+// block on each multiprocessor loops over heads. Whole states are copied to shared memory, the next ones while one is
+// processed, and are stored from registers. Eight warps process the state. Four helper warps convolve the next head, and
+// norm and gate the previous one, so that the block waits for states only.
 //
-// Over replay rings (`verify.cuh`) a state is read, but written only now and then: what tokens since then do to it is
-// replayed, with the same operations and so the same bits, and a row that appends leaves its own token there, too.
+// With state delta logs (`verify.cuh`) a state is read for every token but written only now and then. The log's entries
+// since the last write are replayed on it with the same operations, hence the same bits. A row that appends adds its token
+// to the log and does not write its state.
 
 struct OverRings : Gdn {
-    const i64 *base, *unit, *append;  // rows that append have less than RING tokens in their ring; null: none appends
+    const i64 *base, *unit, *append;  // rows that append have fewer than RING entries in their log; null: none appends
     u16 *inputs;                      // [units, RING, C]
     float *keys;                      // [units, RING, Hk, D]
     float *updates;                   // [units, RING, Hv, D]
     float *decays;                    // [units, RING, Hv]
 };
-// Where a row's state stands, and where what comes after it lies.
+// base: tokens that a row's stored state covers. unit: the row's delta log, with the tokens from `base` on.
 struct Since {
     int base, append;
     i64 unit;
@@ -24,7 +25,7 @@ struct Since {
     DEVICE i64 entry(int position) const { return unit * RING + (position & (RING - 1)); }
 };
 struct NoEntries {};
-// What a head replays, as far as there is room: keys, updates, decays.
+// A head's log entries in shared memory, at most MOST: keys, updates, decays. Further entries are read from global memory.
 template <int D> struct alignas(16) Entries {
     static constexpr int MOST = 5;
     float keys[MOST][D], updates[MOST][D], keeps[MOST + 1];
@@ -32,7 +33,7 @@ template <int D> struct alignas(16) Entries {
 template <bool RINGS, int D> struct EntriesOf { using Type = NoEntries; using Arguments = Gdn; };
 template <int D> struct EntriesOf<true, D> { using Type = Entries<D>; using Arguments = OverRings; };
 
-// D: rows and columns of a state. STAGES: states in shared memory. RINGS: over replay rings.
+// D: rows and columns of a state. STAGES: states in shared memory. RINGS: with state delta logs.
 template <int D, int STAGES, bool RINGS> struct ManyHeads {
     static constexpr int WARPS = 8, HELPERS = D, ROWS = D / WARPS, NUMBER = sizeof(State), SIZE = D * D * NUMBER,
                          CHUNK = 16384, KNOWN = 64;
@@ -63,14 +64,14 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
     }
     DEVICE char *state(i64 slot, int head) const { return (char *)(a.state + (slot * a.value_heads + head) * (D * D)); }
     DEVICE u32 full(int n) const { return shared_address(&m.full[n % STAGES]); }
-    // By copiers.
+    // Called by copiers: starts the copy of the state of the block's n-th head.
     DEVICE void fetch(int n, const Place &p, const Since &since) const {
         expect_bytes(full(n), since.base ? SIZE : 0);
         for (int at = 0; since.base && at < SIZE; at += CHUNK)
             bulk_copy_kept(stage + n % STAGES * SIZE + at, state(p.source, p.head) + at, CHUNK, full(n));
         end_copies(full(n));
     }
-    // A token's step of a state: a lane has four columns, a warp some rows.
+    // Updates a state with a token. A warp has ROWS rows, a lane four columns of them.
     DEVICE void advance(int n, u64 policy) {
         const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, side = n & 1;
         const u32 at = stage + n % STAGES * SIZE + warp * ROWS * D * NUMBER + lane * 4 * NUMBER;
@@ -102,7 +103,7 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
         *(float4 *)&m.parts[warp][0][lane * 4] = make_float4(k4[0], k4[1], k4[2], k4[3]);
         *(float4 *)&m.parts[warp][1][lane * 4] = make_float4(q4[0], q4[1], q4[2], q4[3]);
         end_reads();
-        meet_eight_warps();  // all have taken theirs from shared memory, and have their sums there
+        meet_eight_warps();  // all eight warps have read the state's slot, and their sums are in `parts`
         if (is_copier(224) && exists(n + STAGES)) fetch(n + STAGES, place(n + STAGES), since(n + STAGES));
         __syncwarp();
         const float keep = m.rates[side][0], beta = m.rates[side][1], dot = m.rates[side][2];
@@ -137,7 +138,7 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
         }
     }
 
-    // What a token did to a warp's rows of a state.
+    // Applies a log entry to a warp's rows of a state.
     static DEVICE void follow(float4 (&s)[ROWS], const float *key, float4 u, float keep) {
 #pragma unroll
         for (int i = 0; i < ROWS; i += 4) {
@@ -151,7 +152,7 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
             }
         }
     }
-    // What those in the ring did.
+    // Applies the head's log entries, oldest first.
     DEVICE void replay(float4 (&s)[ROWS], int n, int warp, int lane) const {
         const auto &entries = m.entries[n % 3];
         const Place &p = place(n);
@@ -167,11 +168,11 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
                    load4(a.updates + (entry * a.value_heads + p.head) * D + lane * 4), __ldcg(a.decays + entry * a.value_heads + p.head));
         }
     }
-    // By helpers: what a head replays is on its way to shared memory.
+    // Called by helpers: starts the copies of a head's log entries to shared memory.
     DEVICE void load_entries(int n, int t) const {
         if constexpr (RINGS) {
             if (exists(n)) {
-                constexpr int UNITS = D / 4;  // of 16 bytes
+                constexpr int UNITS = D / 4;  // of 16 bytes in a vector
                 auto &to = m.entries[n % 3];
                 const Place &p = place(n);
                 const Since &from = since(n);
@@ -187,12 +188,12 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
             asm volatile("cp.async.commit_group;" ::: "memory");
         }
     }
-    // All but those of the last head that they were asked for.
+    // Waits for all entries but those of the latest `load_entries`.
     static DEVICE void await_entries() {
         if constexpr (RINGS) asm volatile("cp.async.wait_group 1;" ::: "memory");
     }
 
-    // What a helper has of a head: a channel each of query, key and value.
+    // A helper thread's data of a head: one channel each of query, key and value.
     struct Inputs {
         uint2 taps[3];
         u16 raw[3], old[3][3], gate, beta, steep;
@@ -224,7 +225,8 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
         v.rate = __ldg(a.decay + p.head), v.bias = __ldg(a.dt_bias + p.head);
     }
     static DEVICE void meet_helpers() { asm volatile("bar.sync 2, 128;" ::: "memory"); }
-    // The convolution of a head, its query and key with their lengths, its rates, and its inputs to the ring.
+    // Convolves a head, normalises its query and key, and computes its rates. Stores its raw inputs in the convolution ring,
+    // or its log entry except the update.
     DEVICE void mix(int n, int t, const Inputs &v) {
         const Place &p = place(n);
         const Since &from = since(n);
@@ -268,7 +270,7 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
         if constexpr (RINGS)
             if (appends && p.leads) a.keys[(from.entry(p.done) * a.key_heads + p.from) * D + t] = x[1] * key;
     }
-    // What a head has given, normed and gated.
+    // Norms and gates a head's output.
     DEVICE void finish(int n, int t, float gate, float scale) {
         const Place &p = place(n);
         const float found = m.found[n & 1][t], square = warp_sum(__fmul_rn(found, found));
@@ -285,7 +287,7 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
             __syncthreads();
         }
     }
-    // What helpers do while the states of head n are worked on. inputs: of the next head, then of the third one from here.
+    // The helpers' work while the state of head n is processed. inputs: of head n + 1 at entry, of head n + 3 at return.
     DEVICE void help(int n, int t, Inputs &inputs, float &last, float &gate, float scale) {
         load_entries(n + 2, t);
         if (n) finish(n - 1, t, last, scale);
@@ -301,7 +303,7 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
         __syncthreads();
         if (!exists(n + 1)) finish(n, t, last, scale);
     }
-    // What they wait for was asked for two heads ago: memory has that many states to bring before.
+    // Helpers load a head's inputs two heads ahead: memory delivers that many states before it serves the load.
     DEVICE void run_helpers(int t, float scale) {
         Inputs odd, even;
         load_inputs(0, t, even);
@@ -318,7 +320,7 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
     }
 };
 
-// 384 threads.
+// 384 threads: 256 process states, 128 are helpers.
 template <int D, int STAGES, bool RINGS> DEVICE void gdn_many(const typename EntriesOf<RINGS, D>::Arguments &a) {
     using Heads = ManyHeads<D, STAGES, RINGS>;
     extern __shared__ __align__(128) char shared_states[];

@@ -1,14 +1,14 @@
-// What lies around the delta rule and the attention of rows of several tokens. Their tokens are cut into chunks of 64 that
-// never cross rows; the tiles of a chunk are [64, D] in pieces of 64 columns, 8 columns to a unit of 16 bytes. Units are
-// ordered so that the same one of eight rows lies in different banks, in the way that wgmma knows: swizzled by 128 bytes,
-// or by 64 where there are 32 columns.
+// Kernels around the delta rule and the attention for rows of several tokens. Their tokens are cut into chunks of 64 that
+// never cross rows. A tile of a chunk is [64, D], in pieces of 64 columns. A unit is 8 columns, 16 bytes. Units are swizzled
+// so that the same unit of eight rows lies in different banks, in the layouts of wgmma: the 128-byte swizzle, or the 64-byte
+// swizzle for D = 32.
 #define CHUNK 64
 
 template <int D> DEVICE int tile_unit(int t, int u) {
     if constexpr (D >= 64) return (u >> 3) * (CHUNK * 8) + t * 8 + ((u ^ t) & 7);
     return t * 4 + (u ^ (t >> 1 & 3));
 }
-// 8 numbers of a projection, whose rows begin at multiples of 16 bytes where heads are large, else of 8.
+// Loads 8 numbers of a projection. Its rows are aligned to 16 bytes if D >= 128, else to 8 bytes.
 template <int D> DEVICE uint4 load_unit(const u16 *p) {
     if constexpr (D >= 128) return load8(p);
     const uint2 x = __ldcg((const uint2 *)p), y = __ldcg((const uint2 *)(p + 4));
@@ -20,13 +20,13 @@ struct PromptConv {
     const u16 *proj;     // [T, stride]: q, k, v (the convolved channels), z, b, a
     const u16 *conv;     // [C, 4]
     const u16 *ring;     // [slots, 4, C]
-    u16 *tiles;          // [N, C / D]: tiles
+    u16 *tiles;          // [N, C / D]: tiles of N chunks
     float *units;        // [N, 2 Hk, 64]: 1 / length of queries and keys
-    const i64 *starts, *done, *source, *chunks;  // chunks [N, 2]: row, first token in it
+    const i64 *starts, *done, *source, *chunks;  // chunks [N, 2]: row, first token within the row
     int stride, channels, key_heads;
 };
-// Convolution and silu: a block of 128 threads for 128 channels of a chunk. In a tile of values the columns of 32 are
-// ordered so that the accumulators of a thread that multiplies have 8 neighbours: column 8 q + 2 j + e at 8 j + 2 q + e.
+// Convolution and SiLU. Grid [C / 128, N]: a block of 128 threads for 128 channels of a chunk. In tiles of values, each 32
+// columns are permuted: column 8 q + 2 j + e lies at 8 j + 2 q + e. So a thread's mma accumulators are 8 adjacent columns.
 template <int D> DEVICE void prompt_conv(const PromptConv &a) {
     launch_dependents();
     wait();
@@ -84,9 +84,10 @@ struct PromptRing {
     const u16 *proj;  // [T, stride]
     u16 *ring;        // [slots, 4, C]
     const i64 *starts, *done, *source, *target, *emit_row, *emit_length, *emit_slot;
-    int stride, channels, row, emits;  // row: the first with several tokens
+    int stride, channels, row, emits;  // row: the first of several tokens; emits: state checkpoints
 };
-// The rings of the rows' targets and of what they emit: a thread for 8 channels of a row, for all that the row writes.
+// Writes the convolution rings of the rows' target slots and of their state checkpoints. A thread has 8 channels of a row in
+// all rings that the row writes.
 template <int D> DEVICE void prompt_ring(const PromptRing &a) {
     launch_dependents();
     wait();
@@ -110,12 +111,13 @@ template <int D> DEVICE void prompt_ring(const PromptRing &a) {
 }
 
 struct CopySlot {
-    float *state;  // [slots, state_size]: words, whatever numbers are in them
+    float *state;  // [slots, state_size]: 32-bit words, for any State
     u16 *ring;     // [slots, ring_size]
     const i64 *target, *emit_row, *emit_slot;
     int state_size, ring_size, rows;
 };
-// What rows of one token, the first `rows`, emit is what they have just written. Blocks (x, emit).
+// Copies state checkpoints of the first `rows` rows, which have one token each: such a checkpoint is the state that the row
+// has just written to its target slot. Grid [x, checkpoints].
 DEVICE void copy_slot(const CopySlot &a) {
     launch_dependents();
     wait();
@@ -134,9 +136,9 @@ struct GatedNorm {
     const float *norm;       // [D]
     u16 *y;                  // [T, Hv * D]
     float eps;
-    int stride, channels, values, token;  // token: the first of those that are asked for
+    int stride, channels, values, token;  // token: the first one to process
 };
-// RMS norm of each head, times silu(z): a thread for 8 numbers; blocks (token, 2048 values).
+// RMS norm of each head, times silu(z). Grid [tokens, values / 2048], a thread for 8 numbers.
 template <int D> DEVICE void gated_norm(const GatedNorm &a) {
     launch_dependents();
     wait();
@@ -166,18 +168,18 @@ template <int D> DEVICE void gated_norm(const GatedNorm &a) {
 }
 
 struct PromptHeads {
-    const u16 *proj;     // as in attention.cuh, with the same forms
+    const u16 *proj;     // as in attention.cuh, for the same FORMs
     const float *query_norm, *key_norm, *bias;
     const float *turns;  // [T, rotary]
     u16 *query;          // [T, heads, D]
     u16 *keys, *values;  // [pages * PAGE, kv_heads, D], of the type KV
     const i64 *store;    // [T]
     float eps;
-    int heads, kv_heads, stride, rotary, token;  // token: the first of those that are asked for
+    int heads, kv_heads, stride, rotary, token;  // token: the first one to process
 };
-// Queries and keys normalised and rotated, keys and values stored: a warp for every eighth head of a token, all of which it
-// loads at once. Lane has elements lane * D / 32 ... of a head; those that they are rotated with are whole lanes away. KV: of
-// keys and values in the pages, as in kv.cuh.
+// Normalises and rotates queries and keys, and stores keys and values in the pages. Grid [tokens]: a warp has every eighth
+// head of the token and loads all its heads at once. A lane has elements lane * D / 32 ... of a head. Their partners in the
+// rotation all belong to one other lane. KV: type of keys and values in the pages (kv.cuh).
 template <int D, int HEADS, class KV, int FORM> DEVICE void prompt_heads(const PromptHeads &a) {
     launch_dependents();
     wait();
@@ -245,13 +247,13 @@ template <int D, int HEADS, class KV, int FORM> DEVICE void prompt_heads(const P
 struct PromptGate {
     const u16 *proj;           // [T, stride]
     const float *bias;         // [stride]; null unless kBiased
-    const u16 *own, *prefix;   // [n, heads, D]: attention to the row's own tokens and to what lies before; or null
-    const float *own_mass, *prefix_mass;  // [n, heads]: logarithms of the sums of exponentials
+    const u16 *own, *prefix;   // [n, heads, D]: attention to the row's own tokens and to its prefix; prefix may be null
+    const float *own_mass, *prefix_mass;  // [n, heads]: log-sum-exps
     u16 *y;                    // [T, heads * D]
     int heads, size, stride, token;
 };
-// Joins the two parts of the attention where there are two, times sigmoid(gate) if there is one: a thread for 8 numbers;
-// blocks (token, 2048 numbers). ROTATED: the size of heads whose values are rotated, else 0.
+// Joins the two parts of the attention if there are two, and multiplies with sigmoid(gate) if FORM has a gate. Grid
+// [n, heads * D / 2048], a thread for 8 numbers. ROTATED: the head size if values are rotated, else 0.
 template <int FORM, int ROTATED> DEVICE void prompt_gate(const PromptGate &a) {
     launch_dependents();
     wait();
@@ -282,7 +284,7 @@ template <int FORM, int ROTATED> DEVICE void prompt_gate(const PromptGate &a) {
         v[2 * w + 1] = high(word(x, w)) + share * (high(word(y, w)) - high(word(x, w)));
     }
     if constexpr (ROTATED > 0) {
-        constexpr int LANES = ROTATED / 8;  // of a head; those of others may have ended
+        constexpr int LANES = ROTATED / 8;  // of a head; the lanes of other heads may have exited
         const int lane = threadIdx.x & 31, own = lane & LANES - 1;
         rotate_back<ROTATED>(v, own, LANES == 32 ? ~0u : (1u << LANES % 32) - 1 << lane - own);
     }

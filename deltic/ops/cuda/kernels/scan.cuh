@@ -1,17 +1,17 @@
-// The way through the chunks: with the products of warp groups that only compute capability 9.0 has, or with those of warps.
+// The scan over the chunks of a row (delta.cuh): with wgmma, which only compute capability 9.0 has, or with mma.sync.
 
 struct DeltaScan {
     const u16 *tiles, *terms;
     const float *gates;
-    State *state;  // [slots, Hv, D, D]: State as in gdn.cuh
+    State *state;  // [slots, Hv, D, D]; State: gdn.cuh
     u16 *core;     // [T, Hv * D]
-    const i64 *starts, *done, *source, *target, *firsts, *emit_row, *emit_length, *emit_slot;  // firsts: chunk of each row
-    int key_heads, value_heads, tiled, row, emits;  // row: the first with several tokens
+    const i64 *starts, *done, *source, *target, *firsts, *emit_row, *emit_length, *emit_slot;  // firsts: first chunk of a row
+    int key_heads, value_heads, tiled, row, emits;  // row: the first of several tokens; emits: state checkpoints
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Asynchronous products of a warp group: d [64, N] (warp w has rows 16 w ..., laid out as by mma) = d * keep + SIGN a b, with
-// a [64, 16] in registers and b a descriptor of [N, 16], or of [16, N] for N that are not 64, in shared memory.
+// wgmma, asynchronous: d [64, N] = d * keep + SIGN a b. Warp w has rows 16 w ... of d in the layout of mma. a [64, 16] is in
+// registers. b is a descriptor of [N, 16] in shared memory if N = 64, else of [16, N].
 DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> DEVICE void await_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory"); }
@@ -61,7 +61,7 @@ template <int D> DEVICE void multiply_state(float (&d)[D / 2], const u32 (&a)[4]
     if constexpr (D == 128) multiply_128(d, a, b, 1);
     else multiply_32(d, a, b, 1);
 }
-// A tile, of D columns, as the right operand of a product: step s of 16 columns, or of 16 rows (they are then summed over).
+// Descriptors of a tile of D columns as right operand. Step s sums over 16 columns of it (`columns_step`), or 16 rows.
 template <int D> DEVICE u64 descriptor(u32 address) {
     constexpr u64 WIDE = D >= 64, EIGHT_ROWS = WIDE ? 1024 : 512;
     return u64((address & 0x3ffff) >> 4) | (u64(CHUNK * 128 >> 4) << 16) | (EIGHT_ROWS >> 4 << 32)
@@ -79,7 +79,7 @@ template <int D> DEVICE void add_rows(float (&d)[D / 2], const u32 (&a)[4], u32 
     multiply_state<D>(d, a, rows_step<D>(tile, s));
 }
 constexpr __device__ bool WARP_GROUPS = true;
-#else  // the same by warps, one instruction after the other
+#else  // the same products with mma.sync, one instruction after the other
 DEVICE void begin_products() {}
 DEVICE void end_products() {}
 template <int N> DEVICE void await_products() {}
@@ -114,19 +114,22 @@ constexpr __device__ bool WARP_GROUPS = false;
 DEVICE void arrive(int barrier) { asm volatile("bar.arrive %0, 256;" :: "r"(barrier) : "memory"); }
 DEVICE void meet(int barrier, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory"); }
 
-// Blocks (64 columns of the state, value head, row) of two warp groups: one has the state and makes the updates u, the
-// other makes the outputs, up to a chunk later. All is transposed, so that both stay in registers, where a result has the
-// layout of a left operand: warp w has columns 16 w ... of the state. The second group gets its operands by `published`.
-// With the products of warp groups, chunks come by bulk copies, STAGES at a time. Without them there is room for one chunk:
-// W and U of the next one come while S is multiplied with this one's keys, these while the next one's W is, and each group
-// copies for itself.
+// Grid [D / C, Hv, rows]: two warp groups for C columns of a state. The first group holds the state and computes the updates
+// u. The second group computes the outputs, up to a chunk later, and gets its operands through `published`. All matrices are
+// transposed, so that state and updates stay in registers: a result has the layout of a left operand. Warp w has columns
+// 16 w ... of the state.
+// With wgmma, chunks arrive by bulk copies, STAGES at a time. Without it there is room for one chunk, and each group copies
+// its own operands: W and U of the next chunk while the state is updated with this chunk's keys, and the next chunk's keys
+// while its W is multiplied.
 template <int D> struct Scan {
     using Shape = DeltaShape<D>;
+    // Named barriers. STATE, UPDATES: these are in `published`. TAKEN: both were read. OUTPUTS, STATES: within a group.
     static constexpr int STEPS = Shape::STEPS, C = Shape::COLUMNS, STATE = 1, UPDATES = 2, TAKEN = 3, OUTPUTS = 4, STATES = 5;
+    // A stage: q at byte 0, k at T, W at 2 T, P at 3 T, then U's columns, gates, and without wgmma gates again.
     static constexpr int T = Shape::TILE, P = Shape::SCORES, GATES = 4 * CHUNK * 4;
     const DeltaScan &a;
     unsigned char *memory;
-    uint4 *published;  // [STEPS + 4, 128]: rounded states, then updates
+    uint4 *published;  // [STEPS + 4, 128]: state, then updates, in bfloat16
     u32 barriers;
     int tid, warp, lane, g, q, block, head, row, tokens, from, chunks;
     i64 start, done, first_chunk;
@@ -142,7 +145,7 @@ template <int D> struct Scan {
         chunks = (tokens + CHUNK - 1) / CHUNK;
     }
     DEVICE bool has_columns() const { return C == 64 || warp * 16 < C; }
-    DEVICE State *state_at(i64 slot) const {  // of s[0]
+    DEVICE State *state_at(i64 slot) const {  // address of s[0]
         return a.state + ((slot * a.value_heads + head) * D + q * 2) * D + block * C + warp * 16 + g;
     }
     DEVICE static int offset(int i) { return ((i >> 2) * 8 + (i & 1)) * D + (i >> 1 & 1) * 8; }
@@ -169,7 +172,7 @@ template <int D> struct Scan {
 #pragma unroll
             for (int i = 0; i < 4; ++i) y[k][i] = narrow2(x[k * 8 + i * 2], x[k * 8 + i * 2 + 1]);
     }
-    // x = y with each token's column times its factor
+    // x = y diag(factor): one factor for each token.
     DEVICE void scale_tokens(float (&x)[32], const float (&y)[32], const float *factor) const {
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
@@ -178,7 +181,8 @@ template <int D> struct Scan {
             x[n * 4 + 2] = y[n * 4 + 2] * f.x, x[n * 4 + 3] = y[n * 4 + 3] * f.y;
         }
     }
-    // The states after tokens of this chunk that somebody wants, but for the chunk's last.
+    // Stores the state checkpoints after tokens of this chunk, except after its last token. s: state before the chunk.
+    // v: the chunk's updates.
     DEVICE void emit(const float (&s)[D / 2], const float (&v)[32], int first, int count, const float *sums,
                      const float *unit, u32 tile_k) const {
         for (int e = 0; e < a.emits; ++e) {
@@ -207,7 +211,7 @@ template <int D> struct Scan {
             store_state(a.emit_slot[e], x);
         }
     }
-    // Pieces of a chunk, by the threads of a group, to so many bytes behind where the chunk begins.
+    // Copies a part of a chunk to byte `to` of the stage, by the threads of a group.
     DEVICE void copy(int to, const void *from, int bytes) const {
         for (int at = tid * 16; at < bytes; at += 128 * 16) copy_async<16>(shared_address(memory) + to + at, (const char *)from + at);
     }
@@ -232,21 +236,21 @@ template <int D> struct Scan {
         copy(3 * T, terms_of(chunk) + T, P);
         copy(3 * T + P + Shape::SLICE + GATES, gates_of(chunk), GATES);
     }
-    // By threads with the states: W and U of a chunk are there, and nobody reads the keys of the chunk before any more.
+    // First group: waits for W and U of a chunk. No warp reads the previous chunk's keys afterwards.
     DEVICE void await_updates(int chunk) const {
         if constexpr (WARP_GROUPS) return await_stage(chunk);
         await_copies();
         meet(STATES, 128);
         copy_keys(chunk);
     }
-    // The keys and gates of a chunk are there, and nobody reads its W and U any more.
+    // First group: waits for keys and gates of a chunk. No warp reads its W and U afterwards.
     DEVICE void await_keys(int chunk) const {
         if constexpr (WARP_GROUPS) return;
         await_copies();
         meet(STATES, 128);
         copy_updates(chunk + 1);
     }
-    // By those with the outputs.
+    // Second group: waits for q, P and gates of a chunk.
     DEVICE void await_queries(int chunk) const {
         if constexpr (WARP_GROUPS) return await_stage(chunk);
         await_copies();
@@ -264,7 +268,7 @@ template <int D> struct Scan {
         bulk_copy_kept(to + T, tiles + (a.key_heads + from) * CHUNK * D, T, barrier);
         bulk_copy_kept(to + 3 * T + P + Shape::SLICE, a.gates + (at * a.value_heads + head) * 4 * CHUNK, 4 * CHUNK * 4, barrier);
     }
-    DEVICE int slice_unit(int n) const {  // of tokens 8 n ... 8 n + 15 and a warp's columns, for the lane
+    DEVICE int slice_unit(int n) const {  // the lane's unit for ldmatrix: tokens 8 n ... 8 n + 15, the warp's columns
         return tile_unit<C>(n * 8 + (lane & 7) + (lane >> 4) * 8, warp * 2 + (lane >> 3 & 1));
     }
     DEVICE const unsigned char *stage_of(int chunk) const { return WARP_GROUPS ? memory + chunk % Shape::STAGES * Shape::STAGE : memory; }
@@ -281,7 +285,7 @@ template <int D> struct Scan {
             for (int i = 0; i < 4; ++i) v[n * 8 + i * 2] = low(u[i]), v[n * 8 + i * 2 + 1] = high(u[i]);
         }
     }
-    // All that the next products do not wait for happens while others run.
+    // Work on which the next products do not depend is done while other products run.
     template <bool EMITS> DEVICE void run_states() {
         float s[D / 2] = {}, v[32];  // [columns, D], [columns, tokens]
         u32 left[STEPS][4], u[4][4];
@@ -354,7 +358,7 @@ template <int D> struct Scan {
         float o[32], inner[32];
         u32 left[STEPS][4], updates[4][4], rounded[4][4];
         for (int chunk = 0; chunk < chunks; ++chunk) {
-            meet(STATE, 256);  // nobody reads the stage of the chunk before any more
+            meet(STATE, 256);  // both groups have read the previous chunk's stage
             if (WARP_GROUPS && tid == 0 && chunk && chunk + Shape::STAGES - 1 < chunks) fetch(chunk + Shape::STAGES - 1);
             take<STEPS>(left, 0);
             meet(UPDATES, 256);
@@ -375,7 +379,7 @@ template <int D> struct Scan {
 #pragma unroll
             for (int i = 0; i < 32; ++i) o[i] += inner[i];
             narrow_all<4>(rounded, o);
-            meet(OUTPUTS, 128);  // nobody reads P any more: there the outputs are turned
+            meet(OUTPUTS, 128);  // P is free: its memory is used to transpose the outputs
             if (has_columns())
 #pragma unroll
                 for (int n = 0; n < 4; ++n)

@@ -1,8 +1,9 @@
-// The core of a Gated DeltaNet layer for rows of several tokens, of which the last ones are drafts, and for rows that have
-// left tokens in a replay ring: `gdn.cuh` with a state that stays where it was. What the tokens since then would do to it
-// lies in the row's ring: it is replayed on the state in registers, in the order of operations of `GatedDelta::update`, so
-// that not a bit differs. Four warps have BV columns of a value head of a row, all of the row's tokens; the last block of a
-// head norms and gates it. What rows append goes to scratch memory first, and to the ring when no block reads it any more.
+// The core of a Gated DeltaNet layer for rows of several tokens, the last of which are drafts, and for rows with entries in
+// their state delta log. A row that appends adds its tokens to its log and does not write its state, unless the log is full.
+// The log is replayed on the state in registers, with the operations of `GatedDelta::update` in their order, so that the bits
+// are the same. A block of four warps has BV columns of a value head, for all tokens of the row. The head's last block to end
+// norms and gates it. New inputs, keys and decays go to scratch memory first, because other blocks still read the log;
+// `append` moves them to the log later. Updates go to the log at once: no other block reads the block's columns.
 
 struct Verify : Gdn {      // y: [T, Hv * DV] bf16
     const i64 *base, *unit, *append;
@@ -13,8 +14,8 @@ struct Verify : Gdn {      // y: [T, Hv * DV] bf16
     u16 *new_inputs;       // [T, C]
     float *new_keys;       // [T, Hk, DK]
     float *new_decays;     // [T, Hv]
-    float *core;           // [T, Hv * DV], neither normed nor gated
-    int *ended;            // [rows, Hv]: slices that have ended; zero before and after
+    float *core;           // [T, Hv * DV], before norm and gate
+    int *ended;            // [rows, Hv]: slices that have ended; zero before and after the kernel
 };
 
 template <int DK, int DV, int BV, class In> struct VerifiedSlice : GatedDelta<DK, DV, BV, 1, false, In> {
@@ -40,7 +41,7 @@ template <int DK, int DV, int BV, class In> struct VerifiedSlice : GatedDelta<DK
         base = int(v.base[row]), append = v.append && v.append[row], unit = v.unit[row];
     }
     DEVICE i64 entry(int position) const { return unit * RING + (position & (RING - 1)); }
-    // The slot's state, and what the ring's entries do to it; the three inputs before the first token.
+    // Loads the slot's state and replays the log's entries on it. Loads the three inputs before the first token.
     DEVICE void load_state() {
         const State *old = this->state(source) + this->place();
         const u64 policy = read_once();
@@ -81,7 +82,7 @@ template <int DK, int DV, int BV, class In> struct VerifiedSlice : GatedDelta<DK
             }
         }
     }
-    // The last three inputs before `end` to the target's ring, but for those that are there.
+    // Stores the last three inputs before `end` in the target's convolution ring, except inputs that it has already.
     DEVICE void store_history(int end) {
         u16 *const to = this->ring();
 #pragma unroll
@@ -93,7 +94,7 @@ template <int DK, int DV, int BV, class In> struct VerifiedSlice : GatedDelta<DK
                     to[(position & 3) * channels + this->channel(i)] = narrow(history[i][p]);
             }
     }
-    // The state as of the cursor, where the ring has no room for the row's tokens beside those that are in it.
+    // Flushes the log if it has no room for the row's tokens beside its entries: stores the state after `done` tokens.
     DEVICE void fold() {
         if (!append || done + tokens - base <= RING) return;
         const u64 policy = read_once();
@@ -102,7 +103,7 @@ template <int DK, int DV, int BV, class In> struct VerifiedSlice : GatedDelta<DK
         for (int i = 0; i < ROWS; ++i) store4_once(to + i * GROUPS * DV, s[i], policy);
         store_history(done);
     }
-    // The convolution of the tokens from `first` on, so many; their gates by a warp for each.
+    // Convolves `count` tokens from `first` on. Warp t computes the gates and factors of the t-th of them.
     DEVICE void convolve(int first, int count) {
         float raws[PASS][EACH];
         Gates of{0, 0, 0, __ldg(v.decay + head), __ldg(v.dt_bias + head), 0};
@@ -140,7 +141,7 @@ template <int DK, int DV, int BV, class In> struct VerifiedSlice : GatedDelta<DK
         }
         __syncthreads();
     }
-    // What the row's tokens leave, after the first so many.
+    // Writes the keys and decays of `count` tokens from `first` on to scratch memory.
     DEVICE void append_entries(int first, int count) {
         for (int t = 0; t < count; ++t) {
             const i64 token = start + first + t;
@@ -158,7 +159,7 @@ template <int DK, int DV, int BV, class In> struct VerifiedSlice : GatedDelta<DK
                 const float *mixed = room.channels[t], *value = mixed + 2 * DK;
                 const Factors f = room.factors[t];
                 const Rates r = room.rates[t];
-                // two, by turns, so that no warp writes what another one still reads
+                // two buffers in turn, so that no warp overwrites sums that another warp still reads
                 float (&parts)[WARPS][2][BV] = token & 1 ? room.more_parts : room.parts[0];
                 this->project(mixed, f, parts);
                 __syncthreads();
@@ -175,7 +176,7 @@ template <int DK, int DV, int BV, class In> struct VerifiedSlice : GatedDelta<DK
         }
         if (!append) store_history(done + tokens);
     }
-    // The last block of a head norms and gates all of the row's tokens, as `GatedDelta` does.
+    // In the head's last block to end: norms and gates all of the row's tokens, as `GatedDelta` does.
     DEVICE void finish() {
         int *const ended = v.ended + row * v.value_heads + head;
         if (tid == 0) {
@@ -184,7 +185,7 @@ template <int DK, int DV, int BV, class In> struct VerifiedSlice : GatedDelta<DK
         __syncthreads();
         if (!room.last) return;
         if (tid == 0) *ended = 0;
-        constexpr int SIDE = 128 / DV;  // tokens at once
+        constexpr int SIDE = 128 / DV;  // tokens at the same time
         const int column = tid % DV, side = tid / DV;
         const float scale = __ldg(v.norm + column);
         for (int first = 0; first < tokens; first += PASS * SIDE) {
@@ -218,7 +219,7 @@ template <int DK, int DV, int BV, class In> struct VerifiedSlice : GatedDelta<DK
     }
 };
 
-// Grid [DV / BV * heads of all rows], blocks of 128 threads.
+// Grid [DV / BV * value heads of all rows], blocks of 128 threads.
 template <int DK, int DV, int BV, class In> DEVICE void gdn_verify(const Verify &a) {
     using Slice = VerifiedSlice<DK, DV, BV, In>;
     __shared__ typename Slice::Room room;
@@ -241,7 +242,7 @@ struct Append {
     const i64 *count, *starts, *done, *unit, *append;
     int channels, key_size, value_heads, tokens, units;
 };
-// What the rows of a step have appended, to their rings. Grid [T, layers].
+// Copies a step's new entries from scratch memory to the rows' logs, for all layers. Grid [T, layers].
 DEVICE void append(const Append &a) {
     launch_dependents();
     const int token = blockIdx.x, rows = int(*a.count), row = row_of(a.starts, rows, token);
@@ -258,17 +259,17 @@ DEVICE void append(const Append &a) {
 }
 
 struct Fold {
-    const State *source_state;  // [layers, Hv, DK, DV], with so many numbers from one layer to the next
+    const State *source_state;  // [layers, Hv, DK, DV]; *_step: elements from one layer to the next
     const u16 *source_conv;     // [layers, 4, C]
     State *state;
     u16 *conv;
-    const u16 *inputs;          // [layers, RING, C], and so on: those of the unit
+    const u16 *inputs;          // [layers, RING, C]: of the log; keys, updates and decays alike
     const float *keys, *updates, *decays;
     i64 state_step, conv_step, inputs_step, keys_step, updates_step, decays_step;
     int key_heads, value_heads, key_dim, value_dim, channels, tiled, base, done;
 };
-// A slot's states brought forward by entries base .. done - 1 of a ring, to a slot that may be the same. Grid [Hv, parts,
-// layers], blocks of 256 threads.
+// Flushes a delta log: applies its entries base .. done - 1 to the source slot's states and inputs, and writes the result to
+// the target slot, which may be the same. Grid [Hv, parts, layers], blocks of 256 threads.
 DEVICE void fold(Fold a) {
     const i64 layer = blockIdx.z;
     a.source_state += layer * a.state_step, a.state += layer * a.state_step;
