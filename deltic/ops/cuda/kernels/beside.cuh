@@ -1,40 +1,41 @@
-// Experts of few tokens that the host computes, which is asked and answers inside of the step. The feed-forward of a dense
-// layer is the only one of its expert (E = 1), which all tokens pass.
+// Experts that the host computes for up to 16 tokens. The step itself sends the request and receives the answer. The
+// feed-forward of a dense layer is a single expert (E = 1) that all tokens use.
 //
-// A request lies in memory of the host that both see. Whoever writes it last writes its number, and the kernel behind the
-// products waits until the host has written the same one beside its sums. So one request is on its way at a time, and the
-// card reads experts while the host computes others. An expert is the host's where its pointer is null: the other
-// kernels leave it out. If the host is late, its tokens become NaN, and it is asked nothing before it has caught up.
+// Request and answer are in pinned host memory. `ask_host` writes the request, then its number. `add_host`, after the
+// products, waits until the host has written the same number beside its sums. So one request is in flight at a time, and the
+// GPU reads its experts while the host computes others. A null pointer marks an expert of the host: the other kernels skip
+// it. If the host is late, its tokens become NaN, and it gets no further request before it has caught up.
 
-// What the card itself keeps, u32 each, from the start; in kMine, of each token, how many of its experts are the host's.
-enum { kNumber, kArrived, kLate, kAsked, kMine };  // number of the last request; blocks done; the host is late; see below
-enum { kNobody, kHost, kLateHost };  // who was asked in this layer
+// State in GPU memory, u32 each: number of the last request; arrived blocks; 1 if the host is late; one of the values below;
+// from kMine on, for each token, the count of its experts that the host has.
+enum { kNumber, kArrived, kLate, kAsked, kMine };
+enum { kNobody, kHost, kLateHost };  // no host experts in this layer; a request was sent; none was sent to a late host
 
 struct AskHost {
-    const float *x, *scale;     // [T, H] residual; [H] of the norm
-    const float *logits;        // as of ExpertsGate; null if E is 1
-    const u64 *weights;         // [E]: where experts lie; 0: the host has them; null if E is 1
-    const i64 *count, *starts;  // as of ExpertsGate
+    const float *x, *scale;     // [T, H] residual; [H] scale of the norm
+    const float *logits;        // as in `ExpertsGate`; null if E is 1
+    const u64 *weights;         // [E]: addresses of experts; 0: the host has the expert; null if E is 1
+    const i64 *count, *starts;  // as in `ExpertsGate`
     u32 *state;                 // [kMine + 16]
-    u32 *request;               // from here on of the host: [3]: number, layer, tokens
-    const u32 *answer;          // [1]: number of the last request that is done
-    int *counts, *experts;      // [16]; [16, BEST]: of each token the host's experts, best first
-    float *shares, *factors;    // [16, BEST]; [16]: of the norm, for products with the input
-    u16 *input;                 // [16, H]: as GateUnits has it
+    u32 *request;               // [3]: number, layer, tokens; this and the next fields up to `input`: host memory
+    const u32 *answer;          // [1]: number of the last completed request
+    int *counts, *experts;      // [16]; [16, BEST]: each token's experts of the host, best first
+    float *shares, *factors;    // [16, BEST]; [16]: factor of the norm, for products with the input
+    u16 *input;                 // [16, H]: in the form of `GateUnits`
     float eps;
-    int tokens, first, layer;   // first: of the step's
+    int tokens, first, layer;   // first: token index in the step
 };
 
 struct AddHost {
-    u32 *state;         // as above
-    const u32 *answer;  // of the host
-    const float *sums;  // of the host: [16, H]
+    u32 *state;         // as in `AskHost`
+    const u32 *answer;  // in host memory
+    const float *sums;  // [16, H] in host memory
     float *y;           // [T, H], added to
-    i64 limit;          // nanoseconds that the host is waited for
+    i64 limit;          // longest wait for the host, in nanoseconds
     int hidden;
 };
 
-// Memory of the host, past all caches.
+// Accesses to host memory that bypass all caches.
 DEVICE u32 load_host(const u32 *p) {
     u32 v;
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -48,8 +49,8 @@ DEVICE float4 load_host4(const float *p) {
 DEVICE void store_host(u32 *p, u32 v) { asm volatile("st.release.sys.global.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory"); }
 DEVICE u32 load_state(const u32 *p) { return __ldcg(p); }
 
-// A block for each token, of nine warps: eight bring its input into the form that the products have it in, the last one
-// finds its experts.
+// One block of nine warps per token. Eight warps convert the token's input to the form that the products use. The last warp
+// selects its experts.
 template <int H, int E, int BEST, bool SHARED, bool NORMALISED> DEVICE void ask_host(const AskHost &a) {
     struct One {
         const float *x, *scale;
@@ -98,8 +99,8 @@ template <int H, int E, int BEST, bool SHARED, bool NORMALISED> DEVICE void ask_
     }
     __syncthreads();
     if (threadIdx.x) return;
-    if (gridDim.x > 1) __threadfence_system();  // alone, the number's store is enough
-    // the lower half counts blocks, the upper one those whose token has experts of the host
+    if (gridDim.x > 1) __threadfence_system();  // for a single block, the release store of the number suffices
+    // the lower half counts blocks; the upper half counts blocks whose token has experts of the host
     const u32 before = atomicAdd(a.state + kArrived, mine ? 0x10001 : 1);
     if ((before & 0xffff) != gridDim.x - 1) return;
     __threadfence();
@@ -113,7 +114,7 @@ template <int H, int E, int BEST, bool SHARED, bool NORMALISED> DEVICE void ask_
     store_host(a.request, number);
 }
 
-// A block of 256 threads for each token.
+// One block of 256 threads per token.
 DEVICE void add_host(const AddHost &a) {
     __shared__ bool there;
     const int token = blockIdx.x;

@@ -1,40 +1,42 @@
-// Mixtures of experts for up to 16 tokens: which experts a token passes, and the products of all that are passed by one.
+// MoE layers for up to 16 tokens: routing, and the products of the selected experts.
 //
-// The weights of an expert are read once a step, whoever passes it, and nothing of the others is. Every block works out by
-// itself who passes whom, from the router's products, which is faster than to be told. The tensor cores have 16 rows for
-// tokens anyway, so that an expert's products are made of all of them; a token that does not pass it is a row of zeros, or
-// is not looked at. A token's sum has the order of deltic/ops/slices.py, whoever else is there and however many devices
-// have parts of the experts: part s of 8 is the sum of its experts of group s, in their order, plus slice s of the shared
-// expert, and the parts are added in pairs. On a device that has some of the parts the others are zero, so that the sum is
-// the root of its subtree. An expert lies wherever its pointer says.
+// Each selected expert's weights are read once a step, for all its tokens. Other experts are not read. Every block computes the
+// routing itself from the router's logits, which is faster than reading the result of another kernel. The tensor cores have 16
+// rows for tokens anyway, so an expert's products cover all tokens. For a token that did not select the expert, the input is
+// zero or the result is not used.
+//
+// A token's sum has the order of deltic/ops/slices.py. It depends neither on other tokens nor on the number of devices. Part s
+// of 8 is the sum of the token's experts of group s, in ascending order, plus slice s of the shared expert. The parts are added
+// in pairs. On a device that has some of the parts, the others are zero, so that its sum is the root of its subtree. An expert
+// may be in any memory: the kernels use its pointer.
 
-constexpr int PARTS = 8;  // groups of experts by number, and slices of the shared expert
+constexpr int PARTS = 8;  // groups of neighbouring experts, and slices of the shared expert
 
 struct ExpertsGate {
-    const float *x, *scale;  // [T, H] residual; [H] of the norm
-    const float *logits;     // [T, E]; with a shared expert [T, E + 1], the last one of its gate
-    const u64 *weights;      // [E] or [E + 1]: where the matrices [2 I, H] lie, the shared one's last; 0: see beside.cuh
-    u64 *wanted;             // [E]: of each the launches that wanted it; null: not counted
-    u16 *y;                  // [T * each, I]: SiLU of the gate times the other half times the share; `Passed` has the order
-    const i64 *count, *starts;  // of the step's rows that are real, and where rows begin; count null: all tokens are real
+    const float *x, *scale;  // [T, H] residual; [H] scale of the norm
+    const float *logits;     // [T, E] of the router; with a shared expert [T, E + 1], the logit of its gate last
+    const u64 *weights;      // [E] or [E + 1]: addresses of gate_up [2 I, H], the shared expert's last; null: see `Passed`
+    u64 *wanted;             // [E]: launches in which a token selected the expert; null: not counted
+    u16 *y;                  // [T * (BEST + SHARED), I]: silu(gate) * up * share of each pair, in the order of `Passed`
+    const i64 *count, *starts;  // [1]: rows that are not padding; [rows + 1]: their first tokens; count null: no padding
     float eps;
-    int tokens, first, group, slots;  // first: of the step's; group: units between two sums; slots: of the ring
-    int shared;                       // rows that the device has of the shared expert's gate
+    int tokens, first, group, slots;  // first: token index in the step; group: units between two reductions; slots: of the ring
+    int shared;                       // gate rows of the shared expert on this device
 };
 
 struct ExpertsDown {
-    const u16 *x;          // [T * each, I]
-    const float *logits;   // as above
-    const u64 *weights;    // where the matrices [H, I] lie
+    const u16 *x;          // y of `ExpertsGate`
+    const float *logits;   // as in `ExpertsGate`
+    const u64 *weights;    // addresses of down [H, I]
     float *y;              // [T, H], added to
     const i64 *count, *starts;
     int tokens, first, slots;
-    int group;             // parts whose sums over the warps are made at once, a power of two
-    int shared, part;      // columns that the device has of the shared expert; the part that the first ones belong to
-    int adds;              // 0: y is written to instead
+    int group;             // parts that are reduced over the warps at once, a power of two
+    int shared, part;      // columns of the shared expert on this device; the part of the first of them
+    int adds;              // 0: y is overwritten
 };
 
-// Of the tokens from `first` on those that do not only fill a bucket up: these choose no experts.
+// Number of tokens from `first` on that are not padding of a bucket. Padding tokens select no experts.
 DEVICE int real_tokens(const i64 *count, const i64 *starts, int tokens, int first = 0) {
     return count ? max(0, min(int(starts[*count]) - first, tokens)) : tokens;
 }
@@ -49,14 +51,15 @@ DEVICE u32 warp_least(u32 v) {
     asm volatile("redux.sync.min.u32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(v));
     return r;
 }
-// Numbers in the order of these integers; none is 0.
+// Maps floats to integers of the same order. No float maps to 0.
 DEVICE u32 ordered(float x) {
     const u32 b = __float_as_uint(x);
     return max(b ^ (u32(int(b) >> 31) | 0x80000000u), 1u);
 }
 DEVICE float of_ordered(u32 v) { return __uint_as_float(v & 0x80000000u ? v ^ 0x80000000u : ~v); }
 
-// The experts of a token and their shares, best first, of equals the lower one, by a whole warp.
+// Selects a token's experts, best first, of equal experts the lower number first. The shares (routing weights) are a softmax
+// over all experts or, if NORMALISED, over the selected experts. Called by a whole warp.
 template <int E, int BEST, bool NORMALISED> DEVICE void choose_experts(const float *logits, int *expert, float *share) {
     constexpr int EACH = (E + 31) / 32;
     const int lane = threadIdx.x & 31;
@@ -96,26 +99,26 @@ template <int E, int BEST, bool NORMALISED> DEVICE void choose_experts(const flo
     __syncwarp();
 }
 
-// Who passes whom, in shared memory. Slots are the experts that some token passes: the shared one, then the others in their
-// order. Pairs are the tokens of all slots, one slot behind the other, a slot's in their order. HOST: experts that lie
-// nowhere, which the host or another device computes, have no slot; `passes` keeps their tokens.
+// The routing of all tokens, in shared memory. A slot is an expert that some token selects: the shared expert first, then the
+// others in ascending order. A pair is a slot and one of its tokens. Pairs are ordered by slot, then by token. HOST: experts
+// with a null pointer, which the host (beside.cuh) or another device computes, have no slot; `passes` keeps their tokens.
 template <int E, int BEST, bool SHARED, bool NORMALISED, bool HOST = false> struct alignas(16) Passed {
     static constexpr int TOKENS = 16, WARPS = 9, MOST = (E < TOKENS * BEST ? E : TOKENS * BEST) + SHARED, ALL = E + SHARED;
     u64 weights[ALL];
-    const char *from[MOST];           // of slots: the expert's matrix
-    float share[TOKENS * (BEST + SHARED)];  // of pairs
+    const char *from[MOST];           // by slot: the expert's matrix
+    float share[TOKENS * (BEST + SHARED)];  // by pair
     float chosen_share[TOKENS][BEST];
-    int chosen[TOKENS][BEST], passes[E];  // passes: tokens, a bit each; then the slot
-    int first[MOST];                  // of slots: the first pair
-    u16 mask[MOST], expert[MOST];
-    int count;                        // slots
+    int chosen[TOKENS][BEST], passes[E];  // passes: bit mask of tokens; after `list` the slot
+    int first[MOST];                  // by slot: the first pair
+    u16 mask[MOST], expert[MOST];     // by slot; mask: its tokens
+    int count;                        // number of slots
 
-    // Before the input is there; by all warps.
+    // Called by all warps, before the input is ready.
     DEVICE void clear(const u64 *table) {
         for (int i = threadIdx.x; i < E; i += WARPS * 32) passes[i] = 0;
         for (int i = threadIdx.x; i < ALL; i += WARPS * 32) weights[i] = __ldg(table + i);
     }
-    // By all warps.
+    // Called by all warps.
     DEVICE void choose(const float *logits, int tokens) {
         const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
         for (int token = warp; token < tokens; token += WARPS) {
@@ -127,7 +130,8 @@ template <int E, int BEST, bool SHARED, bool NORMALISED, bool HOST = false> stru
         }
         __syncthreads();
     }
-    // By all warps: a token's experts by their part, of one part still the best first. They no longer fit `chosen_share`.
+    // Sorts each token's experts by part; within a part, the best expert stays first. `chosen_share` keeps the old order.
+    // Called by all warps.
     DEVICE void order_parts(int tokens) {
         constexpr int EACH = (BEST + 31) / 32;
         const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -156,7 +160,7 @@ template <int E, int BEST, bool SHARED, bool NORMALISED, bool HOST = false> stru
         for (int i = 0; i < PARTS - 1; ++i) part += expert >= slice_end(E, PARTS, i);
         return part;
     }
-    // By one warp.
+    // Called by one warp.
     DEVICE void list(int tokens) {
         const int lane = threadIdx.x & 31;
         int slots = SHARED, pairs = SHARED ? tokens : 0;
@@ -186,7 +190,7 @@ template <int E, int BEST, bool SHARED, bool NORMALISED, bool HOST = false> stru
         if (lane == 0) count = slots;
         __syncwarp();
     }
-    // After the list, by the threads of so many warps.
+    // Called after `list`, by all threads of `warps` warps.
     DEVICE void weigh(int tokens, int warps) {
         for (int i = threadIdx.x; i < tokens * BEST; i += warps * 32) {
             const int token = i / BEST, slot = passes[chosen[token][i - token * BEST]];
@@ -198,7 +202,7 @@ template <int E, int BEST, bool SHARED, bool NORMALISED, bool HOST = false> stru
     DEVICE int pair(int slot, int token) const { return first[slot] + __popc(mask[slot] & ((1u << token) - 1)); }
 };
 
-// A ring of slots that one warp fills and eight empty.
+// A ring of slots that one warp fills and eight warps read.
 struct Ring {
     u32 barrier;
     int slots, slot = 0, lap = 0;
@@ -226,15 +230,15 @@ struct Ring {
     }
 };
 
-// Two fragments of 16 bytes, 64 bytes apart, of a lane; odd rows are read the other way round, so that no two are in the
-// same banks.
+// Loads two 16-byte fragments of a lane, 64 bytes apart. Odd rows load them in the other order, to avoid bank conflicts with
+// even rows.
 DEVICE void load_both(uint4 (&v)[2], u32 at, bool odd) {
     const uint4 one = load_shared(at + (odd ? 64 : 0)), two = load_shared(at + (odd ? 0 : 64));
     v[0] = odd ? two : one, v[1] = odd ? one : two;
 }
 
-// SiLU of the gate times the other half of all pairs, from the residual. A unit: four rows of an expert's gate and those of
-// its other half, a slot of the ring. OFFSET: where the ring begins. H a multiple of 64, I of 8.
+// Computes silu(gate) * up * share of all pairs, from the residual. A unit is four rows of an expert's gate and of its up, in
+// one ring slot. OFFSET: bytes of shared memory before the ring. H is a multiple of 64, I of 8.
 template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY, int OFFSET, bool HOST>
 struct GateUnits : Input<ExpertsGate, H, true, 0, 0, false> {
     using Base = Input<ExpertsGate, H, true, 0, 0, false>;
@@ -253,7 +257,7 @@ struct GateUnits : Input<ExpertsGate, H, true, 0, 0, false> {
         xs = shared + OFFSET + a.slots * SLOT;
         partial = (float *)(xs + H * 2 * a.tokens);
     }
-    // The slot of an item, and its unit: those of the shared expert come first.
+    // Returns the expert slot of an item, and its unit. Units of the shared expert come first.
     DEVICE int slot_of(int item, int &unit) const {
         const int rest = item - own_units();
         unit = rest < 0 ? item : rest % UNITS;
@@ -269,7 +273,7 @@ struct GateUnits : Input<ExpertsGate, H, true, 0, 0, false> {
         end_copies(ring.filled());
         ring.next();
     }
-    // What the shared expert's weights are is known before anything else; -> the first item that is left.
+    // Fills the ring with weights of the shared expert, which need no routing. Returns the first item that is left.
     DEVICE int copy_early(u64 policy) {
         int item = blockIdx.x;
         if constexpr (SHARED)
@@ -349,8 +353,8 @@ struct GateUnits : Input<ExpertsGate, H, true, 0, 0, false> {
     }
 };
 
-// Blocks of 8 warps that multiply and one that copies. The next kernel reads the logits before it waits, so that it may
-// start only when they are there.
+// A block has 8 multiplying warps and one copying warp. The next kernel reads the logits before its `wait`. It may therefore
+// start only when the logits are ready.
 template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY, int OFFSET, bool HOST = false>
 DEVICE void experts_gate(const ExpertsGate &a) {
     extern __shared__ __align__(128) char shared[];
@@ -382,19 +386,19 @@ DEVICE void experts_gate(const ExpertsGate &a) {
     g.run();
 }
 
-// What all experts of a token give, added to its residual. A unit: 16 rows of all slots; their weights, with the inputs of
-// those who pass the expert, are a slot of the ring. H a multiple of 16.
+// Adds the outputs of a token's experts to its residual. A unit is 16 rows of all experts in use. A ring slot holds these rows
+// of one expert, and the inputs of its tokens. H is a multiple of 16.
 template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY, int OFFSET, bool HOST> struct DownUnits {
     using Who = Passed<E, BEST, SHARED, NORMALISED, HOST>;
     static constexpr int WARPS = 8, UNITS = H / 16, LINE = I * 2, MATRIX = 16 * LINE, HALVES = MANY ? 2 : 1;
-    static constexpr int STRIDE = (LINE + 127) / 128 * 128 + 64;  // of the inputs' rows
+    static constexpr int STRIDE = (LINE + 127) / 128 * 128 + 64;  // bytes between input rows in a ring slot
     static_assert(1024 + sizeof(Who) <= OFFSET && OFFSET % 128 == 0 && H % 16 == 0 && I % 8 == 0);
     const ExpertsDown &a;
     const int tid, warp, lane, slot_bytes;
     Who &who;
     Ring ring;
     u32 slots_at;
-    float *shared_parts;  // [2, PARTS, T, 16]: of the shared expert
+    float *shared_parts;  // [2, PARTS, T, 16]: slices of the shared expert
     float *partial;       // [2, group, WARPS, T, 16]
     PairedSum paired;
 
@@ -403,7 +407,7 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
           slot_bytes((MATRIX + args.tokens * STRIDE + 127) / 128 * 128), who(*(Who *)(shared + 1024)), ring(shared, args.slots),
           slots_at(shared_address(shared + OFFSET)), shared_parts((float *)(shared + OFFSET + args.slots * slot_bytes)),
           partial(shared_parts + (SHARED ? 2 * PARTS * 16 * args.tokens : 0)) {}
-    // Bytes of a row of a slot's expert.
+    // Bytes of a matrix row of an expert slot.
     DEVICE int line(int slot) const { return SHARED && slot == 0 ? a.shared * 2 : LINE; }
     DEVICE void copy_matrix(int unit, int slot, u64 policy) {
         if (!BULK_COPIES || lane == 0) {
@@ -432,9 +436,10 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
         }
         await_own_copies();
     }
-    // A lane's eight columns of a token's input; zeros where it does not pass the expert.
+    // Eight columns of a lane; zeros if the token did not select the expert, or beyond the last column.
     DEVICE uint4 input(u32 at, bool there) const { return there ? load_shared(at) : make_uint4(0, 0, 0, 0); }
-    // Where a lane finds the weights of a slot, its first columns of the rows lane / 4, and those of tokens that pass it.
+    // A lane's first columns in the current ring slot. at: of weight row lane / 4. from: of the inputs of tokens lane / 4 and
+    // lane / 4 + 8. there: these tokens selected the expert.
     struct Slot {
         u32 at, from[HALVES];
         bool there[HALVES];
@@ -464,7 +469,7 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
         for (int first = 0; first < I; first += 64 * WARPS) {
             const int piece = first + warp * 64;
             if (I % (64 * WARPS) && piece >= I) break;
-            // whole pieces, but for the last one
+            // only the last piece may be partial
             const bool whole = I % 64 == 0 || piece + 64 <= I;
             uint4 v[2][2], x[2][2] = {};
 #pragma unroll
@@ -488,7 +493,7 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
         }
         ring.release();
     }
-    // The shared expert: a warp has one of its slices, if the device has it.
+    // The shared expert: each warp multiplies one slice of the columns, if this device has the slice.
     DEVICE void multiply_shared(float *to) {
         constexpr int ALL = (I + 15) / 16;
         const int before = slice_begin(ALL, PARTS, a.part) * 16, begin = slice_begin(ALL, PARTS, warp) * 16 - before;
@@ -507,7 +512,7 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
         ring.release();
         store_sums(d, to);
     }
-    // A warp's sums of a part, [T, 16].
+    // Stores a warp's sums of a part. to: [WARPS, T, 16].
     DEVICE void store_sums(const float (&d)[2][2][4], float *to) const {
         const int row = lane >> 2;
         to += (warp * a.tokens + row) * 16 + (lane & 3) * 2;
@@ -519,7 +524,7 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
                     *(float2 *)(to + half * 128 + n * 8) = make_float2(d[n][0][2 * half] + d[n][1][2 * half],
                                                                        d[n][0][2 * half + 1] + d[n][1][2 * half + 1]);
     }
-    // A thread's part of those that are summed at once, token and row.
+    // The part (among the parts that are reduced at once), token and row of a thread.
     struct Place {
         int part, token, row;
     };

@@ -1,22 +1,22 @@
-// Mixtures of experts for many tokens: pairs of a token and an expert that it passes, in the order of the experts, so that
-// an expert's products are one matrix product. The card itself works out where each pair goes: nothing waits for the host.
+// MoE layers for many tokens: grouped GEMMs. A pair is a token and an expert that it selected. Pairs are sorted by expert, so
+// that an expert's pairs are one matrix product. The GPU computes where each pair goes; nothing waits for the host.
 
 struct Route {
-    const float *logits;          // [T, stride]: of the experts, then of the shared one's gate
-    int *expert, *place, *counts; // [T, each]: the expert, and the place among its tokens; [E]: its tokens, 0 before
-    float *share;                 // [T, each]
-    const i64 *count, *starts;    // as of few tokens
-    int tokens, stride, first, own;  // first, own: experts that the device has; of others `expert` is -1
+    const float *logits;          // [T, stride]: of the experts, then of the shared expert's gate
+    int *expert, *place, *counts; // [T, each]: expert; place among the expert's pairs; [E]: pairs of an expert, 0 at entry
+    float *share;                 // [T, each]: routing weight
+    const i64 *count, *starts;    // as in `ExpertsGate`
+    int tokens, stride, first, own;  // first, own: range of experts on this device; `expert` is -1 for others
 };
 
 struct Group {
     const u16 *x;                         // [T, H]
     const int *expert, *place, *counts;
-    u64 *wanted;                          // as of few tokens
+    u64 *wanted;                          // as in `ExpertsGate`
     const float *share;
-    u16 *sorted;                          // [pairs, H]: x in the order of the experts, the shared one's tokens last
-    int *rows, *tiles, *total;            // rows [pairs]: which pair lies there; tiles [total, 4]: expert, first pair, pairs
-    float *weight;                        // [pairs]: the share of what lies there
+    u16 *sorted;                          // [pairs, H]: x sorted by expert, the shared expert's tokens last
+    int *rows, *tiles, *total;            // rows [pairs]: index before sorting; tiles [total, 4]: expert, first pair, pairs
+    float *weight;                        // [pairs]: share of the sorted pair
     const i64 *count, *starts;
     int tokens, hidden, shift;            // a tile has at most 1 << shift pairs
 };
@@ -26,26 +26,26 @@ struct alignas(64) TensorMap {
 };
 
 struct Grouped {
-    TensorMap x;               // [pairs, K], boxes of 64 columns and the rows of a tile
-    const TensorMap *weights;  // [experts]: boxes of 64 columns and 64 rows of the gate and the other half, else 128
+    TensorMap x;               // [pairs, K]: boxes of 64 columns and the rows of a tile
+    const TensorMap *weights;  // [experts]: boxes of 64 columns and 64 rows (gate_up) or 128 rows (down)
     const int *tiles, *total, *rows;
     const float *weight;
-    u16 *y;                    // of the gate [pairs, I] in the order of the experts; else [T, each, H]
-    int *counts;               // what is cleared for the next layer; null: nothing
-    i64 experts, ahead;        // ahead: steps that a block has fetched to the second-level cache for what it guesses is its first tile
+    u16 *y;                    // gate_up: [pairs, I], sorted by expert; down: [T, each, H]
+    int *counts;               // [E]: cleared for the next layer; null: nothing to clear
+    i64 experts, ahead;        // ahead: steps of its guessed first tile that a block prefetches to L2
 };
 
 struct Combine {
     const u16 *x;  // [T, each, H]
-    u16 *y;        // [T, H]; zeros for tokens that only fill up
+    u16 *y;        // [T, H]; zeros for padding
     const i64 *count, *starts;
-    const int *expert;  // [T, each]: -1: another device has the expert; null: all are here
-    const u16 *shared;    // [T, H]: of a shared expert that is not among x; null: none
-    const float *logits;  // [T, ...], `stride` apart: of its gate
+    const int *expert;  // [T, each]: -1 if another device has the expert; null: this device has all experts
+    const u16 *shared;    // [T, H]: output of a shared expert that is not in x; null: none
+    const float *logits;  // [T] at distance `stride`: logits of its gate
     int tokens, hidden, each, stride;
 };
 
-// A warp for each token; blocks of 8.
+// One warp per token, blocks of 8 warps.
 template <int E, int BEST, bool SHARED, bool NORMALISED> DEVICE void route(const Route &a) {
     constexpr int EACH = BEST + SHARED;
     __shared__ int chosen[8][BEST];
@@ -67,7 +67,7 @@ template <int E, int BEST, bool SHARED, bool NORMALISED> DEVICE void route(const
     if (SHARED && lane == 0) a.expert[first + BEST] = E, a.share[first + BEST] = sigmoid(gate), a.place[first + BEST] = token;
 }
 
-// Blocks of 1,024 threads for 32 pairs each. Every block works out where the experts' pairs begin; the first one says so.
+// Blocks of 1,024 threads for 32 pairs each. Every block computes where each expert's pairs begin. Block 0 writes the tiles.
 template <int E, int BEST, bool SHARED> DEVICE void group(const Group &a) {
     constexpr int EACH = BEST + SHARED;
     static_assert(E <= 1024);
@@ -77,7 +77,7 @@ template <int E, int BEST, bool SHARED> DEVICE void group(const Group &a) {
     wait();
     const int e = threadIdx.x, lane = e & 31, warp = e >> 5, size = 1 << a.shift;
     const int count = e < E ? __ldcg(a.counts + e) : 0, tokens = real_tokens(a.count, a.starts, a.tokens);
-    const u64 own = u64((count + size - 1) >> a.shift) << 32 | u32(count);  // tiles and pairs
+    const u64 own = u64((count + size - 1) >> a.shift) << 32 | u32(count);  // tiles in the upper half, pairs in the lower
     u64 sum = own;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
@@ -121,7 +121,7 @@ template <int E, int BEST, bool SHARED> DEVICE void group(const Group &a) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// A box of a matrix, of ROWS rows; its 16 bytes c of a row r lie where those of c ^ r % 8 would.
+// Copies a box of ROWS rows and 64 columns. In row r, the 16-byte chunk c is stored as chunk c ^ (r % 8) (128-byte swizzle).
 template <int ROWS> DEVICE void copy_box(u32 to, const TensorMap *map, int column, int row, u32 barrier, u64 policy) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%2, %3}], [%4], %5;"
@@ -133,14 +133,14 @@ DEVICE void prefetch_box(const TensorMap *map, int column, int row) {
 DEVICE void acquire_map(const TensorMap *map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" :: "l"(map) : "memory");
 }
-#else  // a map is the address of a matrix, its bytes from row to row, its rows and its columns (driver.py)
+#else  // without TMA a map has a matrix's address, bytes between rows, rows and columns (driver.py)
 template <int ROWS> DEVICE void copy_box(u32 to, const TensorMap *map, int column, int row, u32, u64) {
     const int lane = threadIdx.x & 31, chunk = lane & 7, rows = int(map->words[2]) - row;
     const u64 from = map->words[0] + (column + chunk * 8) * 2, step = map->words[1];
     const bool there = column + chunk * 8 < int(map->words[3]);
 #pragma unroll 4
     for (int r = lane >> 3; r < ROWS; r += 4) {
-        const bool has = there && r < rows;  // what lies outside of the matrix is zero
+        const bool has = there && r < rows;  // zeros outside of the matrix
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                      :: "r"(to + r * 128 + ((chunk ^ (r & 7)) << 4)), "l"(has ? from + (row + r) * step : map->words[0]),
                         "r"(has ? 16 : 0) : "memory");
@@ -159,8 +159,8 @@ DEVICE void load_matrices(u32 (&v)[4], u32 at) {
                  : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at) : "memory");
 }
 
-// Products of tiles: x of up to TILE pairs times 128 rows of their expert's matrix, of which those of the gate are 64 and
-// 64 of its other half. K, ROWS: its columns and rows. One warp copies, eight multiply.
+// Multiplies tiles: x of up to TILE pairs with 128 rows of their expert's matrix. With GATE these are 64 rows of gate and the
+// same 64 rows of up. K, ROWS: columns and rows of the matrix. One warp copies, eight multiply.
 template <int K, int ROWS, int TILE, int STAGES, bool GATE> struct TileProduct {
     static constexpr int WARPS = 8, STEPS = (K + 63) / 64, INNER = ROWS / 2, BLOCKS = GATE ? (INNER + 63) / 64 : (ROWS + 127) / 128;
     static constexpr int MATRIX = 128 * 128, STAGE = MATRIX + TILE * 128;
@@ -194,7 +194,7 @@ template <int K, int ROWS, int TILE, int STAGES, bool GATE> struct TileProduct {
         }
         await_own_copies();
     }
-    // While it is not known yet which tiles there are: if every expert has one.
+    // Prefetches weights to L2 before the tiles are known, on the guess that every expert has one tile.
     DEVICE void guess() const {
         const int expert = blockIdx.x / BLOCKS, block = blockIdx.x % BLOCKS;
         if (expert >= a.experts) return;
@@ -217,7 +217,7 @@ template <int K, int ROWS, int TILE, int STAGES, bool GATE> struct TileProduct {
             for (int t = 0; t < TOKENS; ++t)
                 load_matrices(token[t], place(x, (down * TOKENS + t) * 16 + (lane & 15), k * 2 + (lane >> 4)));
 #pragma unroll
-            for (int c = 0; c < COLUMNS / 2; ++c) {  // 8 rows of the gate and 8 of the other half; else 16
+            for (int c = 0; c < COLUMNS / 2; ++c) {  // 8 rows of gate and 8 of up, or 16 rows of down
                 const int row = GATE ? (across * (COLUMNS / 2) + c) * 8 + (lane & 7) + (lane >> 4) * 64
                                      : (across * (COLUMNS / 2) + c) * 16 + (lane & 7) + (lane >> 4) * 8;
                 load_matrices(weight[c], place(matrix, row, k * 2 + (lane >> 3 & 1)));
@@ -288,7 +288,7 @@ template <int K, int ROWS, int TILE, int STAGES, bool GATE> DEVICE void grouped(
     else if (!BULK_COPIES || g.lane == 0) g.copy_all(items);
 }
 
-// Grid [T, parts of 2,048 columns], 256 threads: what a token's experts give, best first, the shared one last.
+// Sums the outputs of each token's experts, best first, the shared expert last. Grid [T, parts of 2,048 columns], 256 threads.
 DEVICE void combine(const Combine &a) {
     launch_dependents();
     wait();

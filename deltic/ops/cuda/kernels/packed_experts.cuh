@@ -1,25 +1,25 @@
-// Mixtures of experts whose weights stay quantized, for up to 16 tokens: as experts.cuh has it, of tiles as packed.cuh has
-// them. An expert's tiles are read once a step and multiplied with one token after the other of those that pass it, so that
-// a token's sums are its own whoever else passes, and one or two tokens of an expert, as most have, cost no more than that.
-// Two tiles of eight rows are multiplied at once: those of an expert's gate and of its other half, or two of its rows' units.
+// MoE layers with quantized experts, for up to 16 tokens. The kernels work as in experts.cuh, on tiles as in packed.cuh. An
+// expert's tiles are read once a step and multiplied with its tokens one after the other. So a token's sums do not depend on
+// other tokens. Most experts have one or two tokens, and cost no more than these. Two tiles of eight rows are multiplied at
+// once: a tile of an expert's gate and one of its up, or two tiles of its down, one below the other.
 
 struct PackedGate {
-    const float *x, *scale;  // as of `ExpertsGate`
+    const float *x, *scale;  // as in `ExpertsGate`
     const float *logits;
-    const u64 *gate, *up;    // [E] or [E + 1]: where the tiles of both halves [I, H] lie, the shared one's last
-    u64 *wanted;             // as of `ExpertsGate`
+    const u64 *gate, *up;    // [E] or [E + 1]: addresses of the tiles [I, H], the shared expert's last
+    u64 *wanted;             // as in `ExpertsGate`
     u16 *y;
     const i64 *count, *starts;
     float eps;
-    int tokens, first, group, slots, slot;  // slot: bytes of one of the ring
-    int wide, shared_wide;                  // tiles of both halves that it has room for, at most eight
+    int tokens, first, group, slots, slot;  // slot: bytes of a ring slot
+    int wide, shared_wide;                  // gate tiles in a ring slot, and as many up tiles; at most eight
     int gate_kind, up_kind, shared_gate_kind, shared_up_kind;
 };
 
 struct PackedDown {
-    const u16 *x;         // as of `ExpertsDown`
+    const u16 *x;         // as in `ExpertsDown`
     const float *logits;
-    const u64 *down;      // where the tiles [H, I] lie
+    const u64 *down;      // addresses of the tiles [H, I]
     float *y;
     const i64 *count, *starts;
     int tokens, first, slots, slot;
@@ -27,21 +27,21 @@ struct PackedDown {
 };
 
 struct UnpackExperts {
-    const u64 *data;     // of each expert, where its tiles lie
-    u16 *y;              // of the first one [rows, columns]
-    const int *counts;   // of each the tokens that pass it: of those that none does nothing is unpacked; null: of none
+    const u64 *data;     // [experts]: addresses of their tiles
+    u16 *y;              // [rows, columns] of the first expert
+    const int *counts;   // [experts]: tokens of each; an expert without tokens is not unpacked; null: all are unpacked
     i64 stride;          // from expert to expert in y
     int rows, columns;
 };
 
-// Where a lane finds one token's columns of a tile, in shared memory.
+// A lane's shared-memory addresses of one token's columns of a tile.
 struct TokenColumns {
-    u32 numbers, sums;  // of whole numbers, as the tensor cores want them of one token (packed.cuh); of the lane's groups
-    u32 plain;          // of plain numbers, the lane's of the first 32 columns; so far it is to the next 32
-    int step;
+    u32 numbers, sums;  // integers, as the lane's mma operand for one token (packed.cuh); sums of the lane's groups
+    u32 plain;          // bfloat16: the lane's columns of the first 32
+    int step;           // bytes from `plain` to the next 32 columns
 };
 
-// The products of tiles, one below the other, with one token: a lane gets the sums of row lane / 4 of each.
+// Multiplies tiles, one below the other, with one token. A lane gets the sums of row lane / 4 of each tile.
 template <int KIND, int HIGH> DEVICE void multiply_token(const Tile<KIND> (&w)[HIGH], const TokenColumns &x, float (&sum)[HIGH]) {
     if constexpr (is_plain(KIND)) {
         float d[2][4] = {};
@@ -60,27 +60,27 @@ template <int KIND, int HIGH> DEVICE void multiply_token(const Tile<KIND> (&w)[H
         add_groups<KIND, HIGH>(w, d, load_shared(x.sums), sum);
     }
 }
-// Those sums to 16 floats, of which a second tile's are the upper eight.
+// Stores these sums to 16 floats. The upper eight are those of the second tile.
 template <int HIGH> DEVICE void put_sums(float *to, const float (&sum)[HIGH], int lane) {
     const int mine = lane & 3;
     if (mine < HIGH) to[mine * 8 + (lane >> 2)] = mine ? sum[HIGH - 1] : sum[0];
 }
-// Reading them again for each token costs less than what the compiler would work out of them once and keep.
+// Makes the compiler decode the tiles again for each token. This costs less than keeping what it would decode once.
 template <int KIND, int HIGH> DEVICE void forget(Tile<KIND> (&w)[HIGH]) {
 #pragma unroll
     for (int h = 0; h < HIGH; ++h)
 #pragma unroll
         for (uint4 &four : w[h].w) forget(four);
 }
-// The four zeros of 16 bytes that lanes read which have none of a token's numbers (packed.cuh).
+// Clears four words of 16 bytes. Lanes that have none of a token's integers (packed.cuh) read these zeros.
 DEVICE void clear_zeros(char *shared) {
     if (threadIdx.x < 16) ((u32 *)(shared + 448))[threadIdx.x] = 0;
 }
 DEVICE bool has_numbers(int lane) { return (lane & 3) == lane >> 3; }
 
-// SiLU of the gate times the other half of all pairs, from the residual. An item: eight rows of an expert's gate and of its
-// other half, in one slot of the ring or several. A warp has every eighth tile of a row, wherever it lies. KINDS: bits of
-// all kinds of both; MIXED: the halves of an expert may be of different ones. OFFSET: where the ring begins. H is a
+// Computes silu(gate) * up * share of all pairs, from the residual. An item is eight rows of an expert's gate and of its up, in
+// one or several ring slots. A warp multiplies every eighth tile of a row, in whichever ring slot it is. KINDS: bit mask of all
+// tile kinds of gate and up. MIXED: an expert's gate and up may have different kinds. OFFSET: bytes before the ring. H is a
 // multiple of 256, I of 8.
 template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS, bool MIXED, int OFFSET>
 struct PackedGateItems : Input<PackedGate, H, true, 0, 0, form_of(KINDS)> {
@@ -91,11 +91,11 @@ struct PackedGateItems : Input<PackedGate, H, true, 0, 0, form_of(KINDS)> {
     static constexpr int UNITS = I / 8, TILES = H / 256;
     static_assert(1024 + sizeof(Who) + 8 * Who::ALL <= OFFSET && OFFSET % 128 == 0 && H % 256 == 0 && I % 8 == 0);
     Who &who;
-    u64 *ups;        // [ALL]
+    u64 *ups;        // [ALL]: addresses of up tiles
     Ring ring;
-    int copied = 0;  // slots
-    u32 slots_at, numbers, sums, plain;  // of the first tile and token, as `TokenColumns` says
-    int between;     // tokens, as far as the lane's numbers are concerned
+    int copied = 0;  // ring slots
+    u32 slots_at, numbers, sums, plain;  // last three: of the first tile and token, as in `TokenColumns`
+    int between;     // bytes from token to token of the lane's integers; 0 if the lane reads zeros
     float *partial;  // [2, group, TILES, T, 16]
 
     DEVICE PackedGateItems(const PackedGate &args, char *shared)
@@ -130,7 +130,7 @@ struct PackedGateItems : Input<PackedGate, H, true, 0, 0, form_of(KINDS)> {
             end_copies(ring.filled());
         }
     }
-    // What the shared expert's weights are is known before anything else; -> the first item that is left.
+    // Fills the ring with weights of the shared expert, which need no routing. Returns the first item that is left.
     DEVICE int copy_early(u64 policy) {
         int item = blockIdx.x;
         if constexpr (SHARED)
@@ -145,7 +145,7 @@ struct PackedGateItems : Input<PackedGate, H, true, 0, 0, form_of(KINDS)> {
         }
         await_own_copies();
     }
-    // The sums of HIGH tiles from `from` on, `below` bytes apart, of the tokens of `mask`, [T, 16].
+    // Multiplies HIGH tiles, `below` bytes apart, with the tokens of `mask`. to: [TILES, T, 16].
     template <int KIND, int HIGH> DEVICE void multiply_tiles(u32 from, int below, u32 mask, int tile, float *to) {
         Tile<KIND> w[HIGH];
 #pragma unroll
@@ -160,7 +160,8 @@ struct PackedGateItems : Input<PackedGate, H, true, 0, 0, form_of(KINDS)> {
             put_sums<HIGH>(to + place * 16, sum, lane);
         }
     }
-    // Those of the halves that are of this kind: place: of the tile among the n of each that lie one behind the other.
+    // Multiplies a gate tile and an up tile, as far as they have this kind. A ring slot holds n gate tiles, then n up tiles.
+    // place: index of both tiles among the n.
     template <int KIND> DEVICE void multiply_kind(int slot, u32 at, int n, int place, int tile, float *to) {
         if constexpr ((KINDS >> KIND) & 1) {
             constexpr int EACH = Tile<KIND>::BYTES;
@@ -216,7 +217,7 @@ struct PackedGateItems : Input<PackedGate, H, true, 0, 0, form_of(KINDS)> {
     }
 };
 
-// As `experts_gate`.
+// Like `experts_gate`.
 template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS, bool MIXED, int OFFSET>
 DEVICE void packed_gate(const PackedGate &a) {
     extern __shared__ __align__(128) char shared[];
@@ -245,10 +246,10 @@ DEVICE void packed_gate(const PackedGate &a) {
     g.run();
 }
 
-// What all experts of a token give, added to its residual. A unit: 16 rows of all experts that are passed, PER of them in a
-// slot of the ring. A warp has one tile of both eights of rows, and brings the columns of each token that it multiplies
-// them with into the form of input.cuh by itself. Of a part of a token's sum (experts.cuh) its experts come first, the best
-// one before the others, then the slice of the shared expert, tile by tile.
+// Adds the outputs of a token's experts to its residual. A unit is 16 rows of all experts in use. A ring slot holds these rows
+// of PER experts. A warp multiplies one tile of the upper eight rows and the tile below it. It converts the columns of each
+// token to the form of input.cuh itself. A part of a token's sum (experts.cuh) adds the experts first, best first, then the
+// slice of the shared expert, tile by tile.
 template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS, int OFFSET> struct PackedDownUnits {
     using Who = Passed<E, BEST, SHARED, NORMALISED>;
     struct Alone {
@@ -264,7 +265,7 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS
     Ring ring;
     u32 slots_at;
     Alone alone;
-    Columns columns;  // of a warp: one token's columns of a tile
+    Columns columns;  // of this warp: one token's columns of a tile
     TokenColumns x;
     float *partial;   // [2, pairs, TILES, 16]
 
@@ -274,14 +275,14 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS
           columns(alone, nullptr) {
         char *own = shared + OFFSET + a.slots * a.slot;
         partial = (float *)(own + WARPS * OWN);
-        own += warp * OWN;  // the copying warp has none, and writes none
+        own += warp * OWN;  // the copying warp has no such buffer, and does not use the address
         columns.lines = own, columns.xs = own + LINES_BYTES;
         const u32 line = shared_address(own) + (lane & 3) * LINE_BYTES;
         x.numbers = has_numbers(lane) ? line + (lane >> 2 & 1) * 64 : shared_address(shared + 448);
         x.sums = line + 128, x.plain = shared_address(own) + LINES_BYTES + (lane & 3) * 16, x.step = 64;
     }
     DEVICE int kind(int slot) const { return SHARED && slot == 0 ? a.shared_kind : a.kind; }
-    // Bytes of a unit of the expert of a slot; where it begins among those of the slot `first` of experts and the next ones.
+    // bytes: of a unit of an expert slot. begin: offset of expert slot first + place in a ring slot that begins with `first`.
     DEVICE int bytes(int slot) const { return 2 * TILES * bytes_of(kind(slot)); }
     DEVICE int begin(int first, int place) const { return place ? bytes(first) + (place - 1) * bytes(first + 1) : 0; }
     DEVICE void copy_all(u64 policy) {
@@ -299,8 +300,8 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS
         await_own_copies();
     }
     DEVICE uint4 input(int pair) const { return load8(a.x + i64(pair) * I + tile * 256 + lane * 8); }
-    // The products of a unit of the expert of a slot, of all that pass it. next: the first one's input; then that of the
-    // first one of `after`.
+    // Multiplies a unit of an expert slot with all tokens of the expert. next: input of its first pair; on return, input of the
+    // first pair of slot `after`.
     template <int KIND> DEVICE void multiply_kind(int slot, int after, u32 from, float *to, uint4 &next) {
         Tile<KIND> w[2];
         w[0].load(Shared{from + tile * Tile<KIND>::BYTES}, lane), w[1].load(Shared{from + (TILES + tile) * Tile<KIND>::BYTES}, lane);
@@ -311,7 +312,7 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS
             float sum[2];
             const float v[8] = {low(now.x), high(now.x), low(now.y), high(now.y), low(now.z), high(now.z), low(now.w), high(now.w)};
             next = input(pair + 1 < end ? pair + 1 : who.first[after]);
-            __syncwarp();  // all have read the last one's
+            __syncwarp();  // all lanes have read the previous token
             columns.put8(lane * 8, 0, v);
             __syncwarp();
             forget<KIND, 2>(w);
@@ -341,7 +342,7 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS
         for (int i = 0; i < TILES; ++i) v += from[(pair * TILES + i) * 16];
         return v;
     }
-    // A token's sum: the parts in pairs.
+    // Adds the parts of a token's sum in pairs.
     DEVICE float sum_of_parts(const float *from, int token) const {
         float v = 0, kept[3];
         int i = 0;
@@ -379,7 +380,7 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS
     }
 };
 
-// As `experts_down`.
+// Like `experts_down`.
 template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS, int OFFSET>
 DEVICE void packed_down(const PackedDown &a) {
     extern __shared__ __align__(128) char shared[];
@@ -400,7 +401,7 @@ DEVICE void packed_down(const PackedDown &a) {
     g.run(real);
 }
 
-// Grid [tiles of an expert / 8, experts], 256 threads: a warp for each tile.
+// Dequantizes experts. Grid [tiles of an expert / 8, experts], 256 threads: one warp per tile.
 template <int KIND> DEVICE void unpack_experts(const UnpackExperts &a) {
     launch_dependents();
     wait();
