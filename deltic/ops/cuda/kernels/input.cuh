@@ -1,9 +1,13 @@
 
 // The input of a product of up to 16 tokens, in shared memory.
-enum { kStore, kAdd, kGate, kPart };  // what becomes of a product's sums; kPart: of one device's, which others are added to
-enum { kPlain, kFixed, kBoth, kPaired };  // as what an input is kept
 
-// Where slice `index` of `count` ends, in units (`slice_ends`).
+// What a product does with its sums: writes them; adds them to y; writes silu(gate) * up; writes the sums over one
+// device's columns, which are then summed over devices.
+enum { kStore, kAdd, kGate, kPart };
+// The form of an input: bfloat16; 16-bit integers; both; bfloat16 in the order of `put4`.
+enum { kPlain, kFixed, kBoth, kPaired };
+
+// The end of slice `index` of `count`, in units, as in `slice_ends` (deltic/ops/slices.py).
 DEVICE constexpr int slice_end(int units, int count, int index) {
     int begin = 0;
     for (; count > 1; count /= 2) {
@@ -13,11 +17,11 @@ DEVICE constexpr int slice_end(int units, int count, int index) {
     }
     return begin + units;
 }
-// A sum of slices in pairs by neighbouring lanes, some of the slices after the others.
+// Sums slices in pairs. Neighbouring lanes have the slices of a call; several calls go through all slices.
 struct PairedSum {
-    float kept[3];  // sums of 1, 2 and 4 times as many slices as come at once, which wait for those they are paired with
-    // v: of a lane's slice; `slices` come at once, a power of two, from `begin` on of `all`. After the last ones it is true,
-    // and v of the first of these lanes the sum.
+    float kept[3];  // pending sums of 1, 2 and 4 calls, each kept until the sum that it is paired with is there
+    // v: the lane's slice. The call adds `slices` slices, a power of two, from `begin` on of `all`. Returns true after the last
+    // ones; v of the first of these lanes is then the sum of all slices.
     DEVICE bool add(float &v, int begin, int slices, int all) {
         for (int apart = 1; apart < slices; apart *= 2) v += __shfl_xor_sync(~0u, v, apart);
         const int turn = begin / slices;
@@ -32,20 +36,19 @@ struct PairedSum {
 };
 DEVICE constexpr int slice_begin(int units, int count, int index) { return index ? slice_end(units, count, index - 1) : 0; }
 
-// What is kept of 64 columns of a tile as whole numbers: those of its groups of 32 columns j and j + 4. Each is 256 times
-// a number of eight bits and another one: first the former of all, then the latter, 64 bytes each; then, as float, the sums of
-// both groups and what the numbers are multiplied with. The n-th 16 of 64 bytes are columns 4 n and on and 16 + 4 n and on of
-// one group and those of the other, as lanes of the tensor cores want them. 144 bytes, so that those of four lie in different
-// banks.
+// A line holds 64 columns of a tile as 16-bit integers: groups j and j + 4 of 32 columns. An integer is 256 * upper + lower,
+// two signed bytes. Bytes 0 to 63 are the upper ones, 64 to 127 the lower ones. Three floats follow: the sums of both groups'
+// integers, and the factor from integers to numbers. The n-th 16 of 64 bytes are the four columns from 4 n on and the four from
+// 16 + 4 n on of group j, then of group j + 4: the order of tensor core fragments. A line has 144 bytes, so that four lines lie
+// in different banks.
 constexpr int LINE_BYTES = 144, LINES_BYTES = 4 * LINE_BYTES;
 
-// Args: has x, scale, eps and tokens as `Product` says. HEAD: columns of a value head, whose outputs are normed first,
-// with squares by slices of SLICE; 0: not. FORM: kPlain: bfloat16. kFixed, for tiles
-// (packed.cuh), where K is a multiple of 256: each 256 columns as whole numbers of 16 bits, the largest is 32,512. ONE: there
-// is but one token.
+// Args: has x, scale, eps and tokens as in `Product`. HEAD: columns of a value head, if x is the outputs of value heads, which
+// are normed first with the squares of slices of SLICE columns; else 0. FORM: kFixed is for tiles (packed.cuh; K is a multiple
+// of 256): each 256 columns are 16-bit integers, the largest of which is 32,512. ONE: there is only one token.
 template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE = false> struct Input {
     static constexpr int WARPS = 8;
-    static constexpr bool FIXED = FORM == kFixed || FORM == kBoth;  // there are whole numbers
+    static constexpr bool FIXED = FORM == kFixed || FORM == kBoth;  // x is kept as integers
     const Args &a;
     const int tid, warp, lane;
     float *squares;  // [WARPS, 16]
@@ -57,7 +60,7 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE 
     static DEVICE void meet() { meet_eight_warps(); }
     DEVICE int tokens() const { return ONE ? 1 : a.tokens; }
     DEVICE char *place(int column, int token) const { return xs + (column / 32 * tokens() + token) * 64 + column % 32 * 2; }
-    // kPaired: of eight columns the first two, the third two, the second and the fourth, as a lane wants them in product.cuh.
+    // Stores four columns. kPaired: column pairs 0, 2, 1, 3 of eight columns, the order of a lane's fragments in product.cuh.
     DEVICE void put4(int column, int token, uint2 v) {
         if constexpr (FORM == kPaired) {
             char *const to = place(column & ~7, token) + (column & 4);
@@ -67,7 +70,7 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE 
     DEVICE void put_words(int column, int token, uint4 v) {
         *(uint4 *)place(column, token) = FORM == kPaired ? make_uint4(v.x, v.z, v.y, v.w) : v;
     }
-    // Eight columns of a thread; a warp has those of a tile.
+    // Stores the thread's eight columns. With integers, the whole warp must call this with the 256 columns of a tile.
     DEVICE void put8(int column, int token, const float (&v)[8]) {
         if constexpr (FORM != kFixed)
             put_words(column, token, make_uint4(narrow2(v[0], v[1]), narrow2(v[2], v[3]), narrow2(v[4], v[5]), narrow2(v[6], v[7])));
@@ -93,12 +96,12 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE 
             }
         }
     }
-    static constexpr float BIAS = 12582912.f;  // a number of which the last bit is one
+    static constexpr float BIAS = 12582912.f;  // 1.5 * 2^23: the last bit of its mantissa is worth 1
     static DEVICE u32 bytes_of_four(u32 a, u32 b, u32 c, u32 d, u32 which) {
         return __byte_perm(__byte_perm(a, b, which), __byte_perm(c, d, which), 0x5410);
     }
-    // x into shared memory; with a norm, times its scale: what is the same for a whole token is multiplied at the end.
-    // N: tokens at once. All that a thread loads of AHEAD passes is on its way before it waits for any of it.
+    // Stages x times the scale of the norm. The factor of a token is applied to the product's sums (`factor`). N: tokens at
+    // once. A thread issues the loads of AHEAD passes before it uses any of them.
     template <int N> DEVICE void stage_normalised(int token) {
         constexpr int PASSES = (K + 1023) / 1024, AHEAD = least(PASSES, N == 1 ? 8 : N == 2 ? 5 : 2);
         float sum[N] = {};
@@ -128,7 +131,7 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE 
         }
         put_squares(token, sum);
     }
-    // The same for tiles, where a warp has 256 columns.
+    // As `stage_normalised`, for tiles: a warp stages 256 columns at once.
     template <int N> DEVICE void stage_normalised_tiles(int token) {
         constexpr int PASSES = (K + 2047) / 2048, AHEAD = least(PASSES, N == 1 ? 4 : N == 2 ? 2 : 1);
         float sum[N] = {};
@@ -167,7 +170,7 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE 
         }
         put_squares(token, sum);
     }
-    // A warp's sums of squares of N tokens.
+    // Stores the warp's sums of squares of N tokens.
     template <int N> DEVICE void put_squares(int token, const float (&sum)[N]) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
@@ -175,7 +178,8 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE 
             if (lane == 0 && token + n < tokens()) squares[warp * 16 + token + n] = all;
         }
     }
-    // Heads, which lack the factors of their norms only, and behind them the squares of their slices, as gdn.cuh leaves them.
+    // Stages the outputs of value heads as written by gdn.cuh: gated, without the factor of the norm. The sums of squares of
+    // their slices follow in x.
     DEVICE void stage_heads(int token) {
         constexpr int PASSES = (K + 2047) / 2048, SLICES = HEAD / SLICE, STRIDE = heads_stride(K, SLICE);
         const float *const x = (const float *)a.x + i64(token) * STRIDE;
@@ -184,7 +188,7 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE 
         for (int p = 0; p < PASSES; ++p) {
             const int k = min(p * 2048 + tid * 8, K - 8);
             load_all<8>(v[p], x + k);
-            // few places of the second-level cache, of which every block asks for all: four at once
+            // every block reads all of these few L2 lines: loads of four numbers make fewer requests
             const float *const own = x + K + k / HEAD * SLICES;
             if constexpr (SLICES % 4 == 0) {
                 load_all<SLICES>(squares[p], own);
@@ -201,15 +205,15 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE 
             for (int i = 0; i < SLICES; ++i) mean += squares[p][i];
             const float factor = rsqrtf(mean / HEAD + a.eps);
 #pragma unroll
-            for (int j = 0; j < 8; j += 2) {  // rounded as where they are stored
+            for (int j = 0; j < 8; j += 2) {  // rounded to bfloat16, as where gdn.cuh stores normed heads
                 const u32 two = narrow2(__fmul_rn(v[p][j], factor), __fmul_rn(v[p][j + 1], factor));
                 v[p][j] = low(two), v[p][j + 1] = high(two);
             }
             if (k < K) put8(k, token, v[p]);
         }
     }
-    // So many columns from `begin` on of x, which is not normed; WHOLE: all of them. What a thread loads at once is on its
-    // way before it waits for any of it.
+    // Stages `width` columns of x from `begin` on, without a norm. WHOLE: all columns. A thread issues N loads before it uses
+    // any of them.
     template <bool WHOLE> DEVICE void stage_columns(int begin, int width) {
         constexpr int N = ONE ? least((K + 2047) / 2048, 9) : K > 8192 ? 6 : K > 4096 ? 4 : 2;
         const int each = WHOLE ? K / 8 : width / 8, count = tokens() * each;

@@ -1,19 +1,22 @@
-// Products with weights that stay quantized. See product.cuh: the same blocks of one warp that copies and eight that
-// multiply, but a weight is tiles of 8 rows and 256 columns, one behind the other (deltic/ops/cuda/quantized.py has their
-// layout). A warp has every 8th tile of a block, or every 8th pair of tiles one below the other. Its codes are multiplied
-// as what they are, whole numbers, with whole numbers of 16 bits (input.cuh), in two halves of eight: of one token by plain
-// cores, which leave to a lane its own groups; of more by tensor cores, which want a group's columns in four lanes, so that
-// these exchange their codes first. A group's sum, which is exact and so the same, is multiplied with its scale. So weights
-// are what the file says, the activations are rounded to 2^-16 of the largest of 256, and a row's sum has one order: tiles
-// from left to right, of each tile the groups j and j + 4, and these sums in pairs. Where devices may have parts of the
-// columns (kAdd, kPart), the tiles of a slice are added from left to right, and the slices in pairs (sliced.cuh). Plain
-// kinds, those of bfloat16 and float8, are multiplied as bfloat16.
+// Products with weights that stay quantized. As in product.cuh, a block has one copying warp and eight multiplying warps. A
+// weight is a sequence of tiles of 8 rows and 256 columns (layout: deltic/ops/cuda/quantized.py). A warp has every 8th tile of
+// a block, or every 8th pair of tiles one below the other.
+//
+// Codes are multiplied as integers. Activations are 16-bit integers (input.cuh), multiplied in two halves of eight bits. One
+// token uses plain cores (dp4a), where a lane multiplies its own groups. More tokens use tensor cores, which need a group's
+// columns in four lanes, so these lanes exchange their codes first. A group's integer sum is exact, and thus the same either
+// way. It is then multiplied with the group's scale. So weights are exactly those of the file, and activations are rounded to
+// 2^-16 of the largest of 256.
+//
+// A row's sum has one order. In a tile, groups j and j + 4 are added first, then these sums in pairs. Tiles are added from left
+// to right, even and odd ones separately. Where devices may have parts of the columns (kAdd, kPart), the tiles of a slice are
+// added from left to right, and the slices in pairs (sliced.cuh). Plain kinds, bfloat16 and float8, are multiplied as bfloat16.
 
 enum { kQ8_0, kQ4_K, kQ6_K, kQ5_K, kBF16, kFP8, kMXFP4, kNVFP4, kINT4_128, kINT4_64, kINT4_32 };
 #define EACH_KIND(f) f(kQ8_0) f(kQ4_K) f(kQ6_K) f(kQ5_K) f(kBF16) f(kFP8) f(kMXFP4) f(kNVFP4) f(kINT4_128) f(kINT4_64) f(kINT4_32)
 constexpr int PLAIN_KINDS = 1 << kBF16 | 1 << kFP8;
 DEVICE constexpr bool is_plain(int kind) { return PLAIN_KINDS >> kind & 1; }
-// As what products with tiles of these kinds (bits) want their input.
+// The form of the input of products with tiles of these kinds (a bit each).
 DEVICE constexpr int form_of(int kinds) { return !(kinds & PLAIN_KINDS) ? kFixed : kinds & ~PLAIN_KINDS ? kBoth : kPlain; }
 
 struct Shared {
@@ -30,19 +33,22 @@ struct Global {
 };
 DEVICE u32 word(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 template <int N> DEVICE u32 word_of(const uint4 (&v)[N], int i) { return word(v[i / 4], i % 4); }
-// A byte, a byte less 128, and a 16th of a byte, as a number.
+// Byte i of w as float: as it is; minus 128; divided by 16.
 DEVICE float byte_of(u32 w, int i) { return __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7440 + i)) - 8388608.f; }
 DEVICE float signed_byte_of(u32 w, int i) { return __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7440 + i)) - 8388736.f; }
 DEVICE float small_byte_of(u32 w, int i) { return __uint_as_float(__byte_perm(w, 0x49000000u, 0x7440 + i)) - 524288.f; }
 
-// What a lane has of a tile: of row lane / 4 the groups of 32 columns j = lane % 4 and j + 4.
-// load: its codes and scales. codes: eight of set 0, group j, or 1, group j + 4: 8 i and on, a whole number in each byte.
-// SUMS: of a lane's columns, of each 32 or 16 in their order. s, d: the lane's scales. row_scales: those of a row, which lie
-// at SCALES; scale, unit: as s and d of its lane j.
-// part: their sum with scales and all, given the sums' `line`; MINIMA: it needs the sums of the numbers themselves.
-// QUADS: words that hold the codes, in fours; packed: the i-th word, quad: the codes of set `set` in the n-th quad of such.
+// A lane's part of a tile: in row lane / 4 two groups of 32 columns, set 0 (group j = lane % 4) and set 1 (group j + 4).
+// load: loads the lane's codes and scales.
+// codes: the eight codes of a set from column 8 i on, one integer per byte. SIGNED: the integers are signed.
+// QUADS: number of quads of words that hold the codes. packed: word i of these. quad: the quad with the n-th 16 columns of a
+// set. codes_of: the codes of a set in a word.
+// SUMS: number of the lane's integer sums, each over 32 or 16 columns in their order. s, d: the lane's scales.
+// row_scales: the scales of a row, stored at SCALES. scale, unit: s and d of the row's lane j.
+// part: the scaled total of the sums. line: the last 16 bytes of the lane's line (input.cuh). MINIMA: part needs its sums of x.
+// factor, less: a weight is factor * code - less.
 template <int KIND> struct Tile;
-// Kinds whose codes lie in words as they are multiplied, or are made so.
+// Base of the integer kinds. Unless overridden, a word of `packed` has codes of one set, ready to be multiplied.
 struct Whole {
     static constexpr int QUADS = 4;
     static constexpr bool MINIMA = false;
@@ -73,7 +79,7 @@ template <> struct Tile<kQ8_0> : Whole {  // codes [4, lane, 16]; scales fp16 [l
     DEVICE float less(int) const { return 0; }
 };
 
-// Scales and minima of six bits: bytes [lane, 4], two of each; their units fp16 [8, 2].
+// Scales and minima of six bits: bytes [lane, 4], two of each; their units: fp16 [8, 2].
 struct Affine : Whole {
     static constexpr int SUMS = 2;
     static constexpr bool MINIMA = true;
@@ -81,7 +87,7 @@ struct Affine : Whole {
     template <class L> DEVICE void load_scales(const L &from, int lane, int at) {
         s = from.one(at + lane * 4), d = from.one(at + 128 + (lane >> 2) * 4);
     }
-    // unit: of the scales, given theirs as numbers.
+    // unit: of the scales. first, second: the two scales as floats.
     static DEVICE float part(u32 s, u32 d, float unit, float first, float second, const float (&sum)[2], const uint4 &line) {
         const float v = __fmaf_rn(second, sum[1], __fmul_rn(first, sum[0]));
         const float low = __fmaf_rn(byte_of(s, 3), __uint_as_float(line.y), __fmul_rn(byte_of(s, 2), __uint_as_float(line.x)));
@@ -89,8 +95,8 @@ struct Affine : Whole {
     }
     DEVICE float less(int set) const { return half_of(d >> 16) * byte_of(s, 2 + set); }
 };
-template <> struct Tile<kQ4_K> : Affine {  // codes [2, lane, 16]: the low bits of a byte of set 0, the high ones of 1
-    static constexpr int BYTES = 1024 + 128 + 32, SCALES = 1024, QUADS = 2;  // each has the codes of both sets
+template <> struct Tile<kQ4_K> : Affine {  // codes [2, lane, 16]: low bits of a byte: set 0; high bits: set 1, times 16
+    static constexpr int BYTES = 1024 + 128 + 32, SCALES = 1024, QUADS = 2;  // each with both sets
     static constexpr bool SIGNED = false;
     uint4 w[2];
     template <class L> DEVICE void load(const L &from, int lane) {
@@ -110,8 +116,8 @@ template <> struct Tile<kQ4_K> : Affine {  // codes [2, lane, 16]: the low bits 
     DEVICE float factor(int set, int) const { return half_of(d) * (set ? small_byte_of(s, 1) : byte_of(s, 0)); }
 };
 
-// Codes of six bits [3, lane, 16]: 16 columns in three words. The upper six bits of a byte are one of the first twelve, the
-// lower two those of one of the last four, the highest ones first.
+// Codes of six bits [3, lane, 16], 16 columns in three words. The upper six bits of the bytes are the first twelve codes. The
+// lower two bits are those of the last four codes, highest bits in the first word. Codes are multiplied as 4 times their value.
 template <int N> DEVICE void six_bits(const uint4 (&w)[N], int set, int i, u32 (&a)[2]) {
     const int first = (set * 2 + i / 2) * 3;
     const u32 mask = 0xfcfcfcfcu, x = word_of(w, first), y = word_of(w, first + 1), z = word_of(w, first + 2);
@@ -123,7 +129,7 @@ template <int N> DEVICE u32 six_bits_of(const uint4 (&w)[N], int i) {
     six_bits(w, i / 8, i % 8 / 2, a);
     return a[i % 2];
 }
-template <> struct Tile<kQ6_K> : Whole {  // scales of 16 columns plus 128: bytes [lane, 4]; units fp16 [8]
+template <> struct Tile<kQ6_K> : Whole {  // scales of 16 columns, plus 128: bytes [lane, 4]; units: fp16 [8]
     static constexpr int BYTES = 1536 + 128 + 16, SCALES = 1536, SUMS = 4;
     static constexpr bool SIGNED = true;
     uint4 w[3];
@@ -144,7 +150,7 @@ template <> struct Tile<kQ6_K> : Whole {  // scales of 16 columns plus 128: byte
     DEVICE float factor(int set, int i) const { return half_of(d) * .25f * signed_byte_of(s, set * 2 + i / 2); }
     DEVICE float less(int) const { return 0; }
 };
-template <> struct Tile<kQ5_K> : Affine {  // codes as of kQ6_K
+template <> struct Tile<kQ5_K> : Affine {  // codes as in kQ6_K
     static constexpr int BYTES = 1536 + 128 + 32, SCALES = 1536;
     static constexpr bool SIGNED = true;
     uint4 w[3];
@@ -160,8 +166,8 @@ template <> struct Tile<kQ5_K> : Affine {  // codes as of kQ6_K
     }
     DEVICE float factor(int set, int) const { return half_of(d) * .25f * byte_of(s, set); }
 };
-// Codes of e2m1 numbers [2, lane, 16]: four of set 0 in the lower half of a word, as many of set 1 in the upper one. They are
-// multiplied as the doubled numbers.
+// Codes of e2m1 numbers [2, lane, 16]: four of set 0 in the lower half of a word, four of set 1 in the upper half. They are
+// multiplied as twice their value.
 struct Floats4 : Whole {
     static constexpr int QUADS = 2;
     static constexpr bool SIGNED = true;
@@ -176,9 +182,9 @@ struct Floats4 : Whole {
     static DEVICE int quad(int, int n) { return n; }
     static DEVICE u32 codes_of(u32 word, int set) {
         const u32 four = set ? word >> 16 : word;
-        return sizes(four) | ((0x80808080u - sizes(four ^ 0x8888u)) ^ 0x80808080u);  // those without a sign, and the others
+        return sizes(four) | ((0x80808080u - sizes(four ^ 0x8888u)) ^ 0x80808080u);  // codes without a sign | codes with one
     }
-    // Of the lowest four codes, 0 where they have a sign: the instruction then copies the sign of a byte, and no byte has one.
+    // Twice the lowest four codes, one per byte; 0 for negative codes: prmt then replicates a byte's sign bit, and all are 0.
     static DEVICE u32 sizes(u32 codes) {
         u32 r;
         asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(0x03020100u), "r"(0x0c080604u), "r"(codes));
@@ -193,7 +199,7 @@ template <> struct Tile<kMXFP4> : Floats4 {  // exponents of two, plus 127: byte
         const u32 x = from.one(row * 8), y = from.one(row * 8 + 4);
         return make_uint4(x & 0xffff, x >> 16, y & 0xffff, y >> 16);
     }
-    // Half of the power, as the numbers are doubled.
+    // Half of the power of two, because codes are doubled.
     static DEVICE float power(u32 s, int set) {
         const u32 e = s >> 8 * set & 255;
         return __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
@@ -203,12 +209,12 @@ template <> struct Tile<kMXFP4> : Floats4 {  // exponents of two, plus 127: byte
     }
     DEVICE float factor(int set, int) const { return power(s, set); }
 };
-template <> struct Tile<kNVFP4> : Floats4 {  // e4m3 numbers of 16 columns: bytes [lane, 4]; 128 times their factors: float [8]
+template <> struct Tile<kNVFP4> : Floats4 {  // e4m3 scales of 16 columns: bytes [lane, 4]; 128 times their factors: float [8]
     static constexpr int BYTES = 1024 + 128 + 32, SCALES = 1024, SUMS = 4;
     template <class L> DEVICE void load(const L &from, int lane) {
         load_codes(from, lane), s = from.one(SCALES + lane * 4), d = from.one(SCALES + 128 + (lane >> 2) * 4);
     }
-    // 2^-8 times the i-th one: as fp16 has its bits.
+    // 2^-8 times scale i: its bits, taken as those of an fp16.
     static DEVICE float e4m3(u32 s, int i) { return half_of((i ? s >> (8 * i - 7) : s << 7) & 0x3f80u); }
     static DEVICE float part(u32 s, u32 d, const float (&sum)[4], const uint4 &line) {
         float v = __fmul_rn(e4m3(s, 0), sum[0]);
@@ -218,7 +224,6 @@ template <> struct Tile<kNVFP4> : Floats4 {  // e4m3 numbers of 16 columns: byte
     }
     DEVICE float factor(int set, int i) const { return __uint_as_float(d) * e4m3(s, set * 2 + i / 2); }
 };
-// Codes as of kQ4_K, and words [8, GROUPS]: a float, and a zero point in its low byte.
 template <int GROUPS> struct RowScales {
     using Type = uint4;
 };
@@ -229,6 +234,7 @@ template <> struct RowScales<8> {
     using Type = EightScales;
 };
 DEVICE void forget(EightScales &v) { forget(v.first), forget(v.second); }
+// Codes as in kQ4_K; scales: words [8, GROUPS], each a float with a zero point in its low byte.
 template <int GROUPS> struct Integers4 : Whole {
     static constexpr int BYTES = 1024 + 32 * GROUPS, SCALES = 1024, SUMS = 2, QUADS = 2;
     static constexpr bool SIGNED = false, MINIMA = true;
@@ -261,7 +267,7 @@ template <int GROUPS> struct Integers4 : Whole {
         else return word(s, GROUPS / 2 + j * GROUPS / 8);
     }
     static DEVICE float number(u32 word) { return __uint_as_float(word & ~255u); }
-    // Sums without zero points are whole numbers of few enough bits; those of set 1 are 16 times as large.
+    // Sums minus zero points are integers of few enough bits for a float. Those of set 1 are 16 times as large.
     static DEVICE float part(u32 s, u32 d, const float (&sum)[2], const uint4 &line) {
         const float first = __fmaf_rn(-byte_of(s, 0), __uint_as_float(line.x), sum[0]);
         const float second = __fmaf_rn(-16.f * byte_of(d, 0), __uint_as_float(line.y), sum[1]);
@@ -273,9 +279,10 @@ template <int GROUPS> struct Integers4 : Whole {
 template <> struct Tile<kINT4_128> : Integers4<2> {};
 template <> struct Tile<kINT4_64> : Integers4<4> {};
 template <> struct Tile<kINT4_32> : Integers4<8> {};
-// Plain kinds: of each group of 32 columns a lane has those from lane % 4 * 8 on. order: groups as they are multiplied, two
-// sums by turns; eight: of a group, as bfloat16; joined: both sums; factor: of a group, that eight lacks.
-template <> struct Tile<kBF16> {  // the numbers themselves [8 groups, lane, 8]
+// Plain kinds: of each group of 32 columns a lane has the eight from lane % 4 * 8 on. order: the i-th group to multiply; even
+// and odd i go to two accumulators. eight: the lane's columns of a group as bfloat16. joined: the total of both accumulators.
+// factor: the scale of a group, which `eight` does not include.
+template <> struct Tile<kBF16> {  // bfloat16 [8 groups, lane, 8]
     static constexpr int BYTES = 4096;
     uint4 w[8];
     template <class L> DEVICE void load(const L &from, int lane) {
@@ -287,13 +294,14 @@ template <> struct Tile<kBF16> {  // the numbers themselves [8 groups, lane, 8]
     DEVICE float joined(float one, float other) const { return one + other; }
     DEVICE float factor(int) const { return 1; }
 };
-// The bits of a float8 number, moved to where bfloat16 has them, are that number times 2^-120, also of the smallest ones.
+// The bits of a float8 number at the place of those of a bfloat16 are the number times 2^-120, also for subnormals. The fma
+// multiplies it with 2^120.
 DEVICE u32 widened(u32 value, u32 sign) {
     u32 v = (value & 0x07f007f0u) | (sign & 0x80008000u);
     asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(v) : "r"(0x7b807b80u), "r"(0x80008000u));
     return v;
 }
-template <> struct Tile<kFP8> {  // codes [4, lane, 16]: of groups j and j + 4; scales float [8, 2]: of 128 columns
+template <> struct Tile<kFP8> {  // codes [4, lane, 16]: groups j and j + 4; scales of 128 columns: float [8, 2]
     static constexpr int BYTES = 2048 + 64;
     uint4 w[4];
     float scale[2];
@@ -319,13 +327,13 @@ DEVICE int bytes_of(int kind) {
     return 0;
 }
 
-// The sums of a row, of which the tensor cores have made two.
+// The sum of a row from its two biased integer sums, those of the upper and lower bytes.
 DEVICE float whole(int upper, int lower) {
-    constexpr float BIAS = 12582912.f;  // of multiply_bytes
+    constexpr float BIAS = 12582912.f;  // as in multiply_bytes
     return __fmaf_rn(__int_as_float(upper) - BIAS, 256.f, __int_as_float(lower) - BIAS);
 }
-// The products of the tiles' groups with one token, by plain cores: those of a lane's own row and groups, so that no two
-// instructions wait for each other as long as those of the tensor cores do. x: the lane's line.
+// Multiplies the lane's own row and groups of HIGH tiles with one token, on plain cores: dependent instructions wait for a
+// shorter time than on tensor cores. d: sums of upper and lower bytes of each tile. x: the lane's line.
 template <int KIND, int HIGH>
 DEVICE void multiply_words(const Tile<KIND> (&w)[HIGH], int (&d)[Tile<KIND>::SUMS][4], u32 x) {
     constexpr int RUN = 8 / Tile<KIND>::SUMS;
@@ -352,7 +360,8 @@ DEVICE void multiply_words(const Tile<KIND> (&w)[HIGH], int (&d)[Tile<KIND>::SUM
         }
     }
 }
-// The same by the tensor cores, which take four lanes' numbers for one lane's; numbers(n): the n-th 16 bytes of its line.
+// As `multiply_words`, on tensor cores. These sum over four lanes, so each lane's groups have their own two columns of the mma,
+// with zeros for the other lanes. numbers(n): the n-th 16 bytes of the lane's half of a line, or zeros.
 template <int KIND, int HIGH, class F>
 DEVICE void multiply_groups(const Tile<KIND> (&w)[HIGH], int (&d)[Tile<KIND>::SUMS][4], F numbers) {
     constexpr int RUN = 8 / Tile<KIND>::SUMS;
@@ -370,7 +379,7 @@ DEVICE void multiply_groups(const Tile<KIND> (&w)[HIGH], int (&d)[Tile<KIND>::SU
         }
     }
 }
-// Of four lanes next to each other each gives its i-th word to the i-th.
+// Transposes over four neighbouring lanes: each gives its word i to lane i.
 DEVICE void exchange_words(u32 (&v)[4], int lane) {
 #pragma unroll
     for (int apart = 1; apart < 4; apart *= 2)
@@ -382,7 +391,7 @@ DEVICE void exchange_words(u32 (&v)[4], int lane) {
             else v[i + apart] = came;
         }
 }
-// What they are together, of a lane's groups of row lane / 4 of the h-th tile; s, unit: its scales; line: the groups' sums.
+// The scaled sum of the lane's groups in tile h. s, unit: the lane's scales. line: the last 16 bytes of its line of x.
 template <int KIND> DEVICE float sum_of_groups(u32 s, u32 unit, const int (&d)[Tile<KIND>::SUMS][4], int h, const uint4 &line) {
     constexpr int SUMS = Tile<KIND>::SUMS;
     float sums[SUMS];
@@ -390,7 +399,7 @@ template <int KIND> DEVICE float sum_of_groups(u32 s, u32 unit, const int (&d)[T
     for (int i = 0; i < SUMS; ++i) sums[i] = whole(d[i][2 * h], d[i][2 * h + 1]);
     return Tile<KIND>::part(s, unit, sums, line);
 }
-// Of all groups, of each tile.
+// The sum over all groups of row lane / 4, for each tile.
 template <int KIND, int HIGH>
 DEVICE void add_groups(const Tile<KIND> (&w)[HIGH], const int (&d)[Tile<KIND>::SUMS][4], const uint4 &line, float (&sum)[HIGH]) {
 #pragma unroll
@@ -401,45 +410,45 @@ DEVICE void add_groups(const Tile<KIND> (&w)[HIGH], const int (&d)[Tile<KIND>::S
     }
 }
 
-// What a block has of a part: so many units of 8 rows, and the first; the part's first row in y, and its rows.
+// A block's share of a part. units: of 8 rows. first: the first unit. row: the part's first row in y. rows: of the part.
 struct alignas(16) Part {
     int units, first, kind, row, rows;
 };
 
 struct Packed {
-    const char *data[4];  // of each part of the weight, whose rows follow one another
-    const void *x;        // this and the next ones as of `Product`
+    const char *data[4];  // tiles of each part of the weight; parts are consecutive rows
+    const void *x;        // this and the next ones as in `Product`
     const float *scale;
     void *y;              // kStore, kPart: float [T, total]; kAdd: float [T, total], added to; kGate: bf16 [T, total]
     float eps;
     int tokens, total;
-    int inverse;             // 65536 / tokens + 1, to divide by
-    int slots, slot;         // of the ring, at least 2; bytes of one: of HIGH tiles for each warp
-    int parts, rounds;       // rounds: sums over a block's tiles
-    int round, sums;         // units of 8 rows of each part in a round; floats of all their tiles
-    int chunk;               // tiles of a row for which x is staged at once, a multiple of 8, if not for all
-    int kind[4], row[4], rows[4];     // row: a part's first one in y
-    int whole[4], rest[4], shift[4];  // units of every block; so many have one more, from block `shift` on
+    int inverse;             // 65536 / tokens + 1, for divisions by `tokens`
+    int slots, slot;         // slots of the ring, at least 2; bytes of a slot: HIGH tiles per warp
+    int parts, rounds;       // rounds: number of reductions over tiles
+    int round, sums;         // units of 8 rows of each part in a round; floats of all tile sums of a round
+    int chunk;               // CHUNKED: tiles of a row for which x is staged at once, a multiple of 8
+    int kind[4], row[4], rows[4];     // row: the part's first row in y
+    int whole[4], rest[4], shift[4];  // units per block; `rest` blocks, from `shift` on, have one more
 };
 
-// Sums of a number that a chunk of columns leaves to the next one: of each slice if it has columns in several runs; else
-// those of 1, 2 and 4 slices that wait for as many more, and of a part of a slice.
+// Number of partial sums of an output that a chunk of columns leaves to the next one. With several runs: one for each slice.
+// With one run: pending sums of 1, 2 and 4 slices, each waiting for as many more, and the sum of an unfinished slice.
 DEVICE constexpr int kept_sums(int slices, int runs) {
     return runs > 1 ? slices : slices > 4 ? 4 : slices > 2 ? 3 : slices;
 }
-// TOKENS: up to 1, 4, 8 or 16. KINDS: bits of the kinds that the parts may have. HIGH: units that are multiplied at once, 1 or 2:
-// the tensor cores have 16 rows. CHUNKED: x is staged chunk by chunk, because it does not fit as a whole. A token's sums are
-// made in the same order all the same. SLICES, RUNS: as in sliced.cuh.
-// With what adapters add, as `AddedProduct` has it: [T, total], of gate and up [T, 2 * total].
+// As `AddedProduct`. terms: [T, total]; kGate: [T, 2 * total].
 struct AddedPacked : Packed {
     const float *terms;
     const i64 *entries;
 };
-// A number of a product with its term. place: of the number in terms.
+// An output plus its token's adapter term, if any. place: index in terms.
 DEVICE float with_term(const AddedPacked &a, float v, int token, i64 place) {
     const float term = load(a.terms + place);
     return a.entries[token] < 0 ? v : __fadd_rn(v, term);
 }
+// TOKENS: largest number of tokens: 1, 4, 8 or 16. KINDS: a bit for each kind that a part may have. HIGH: units multiplied at
+// once, 1 or 2, as tensor cores have 16 rows. CHUNKED: x does not fit as a whole and is staged in chunks of columns; the order
+// of a token's sums is the same. SLICES, RUNS: as in sliced.cuh.
 template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE, bool CHUNKED, int SLICES, int RUNS,
           bool TERMS = false>
 struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TOKENS == 1> {
@@ -447,23 +456,23 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     using Base::tokens, Base::a, Base::tid, Base::warp, Base::lane, Base::lines, Base::WARPS, Base::FIXED;
     static constexpr bool PLAIN = form_of(KINDS) != kFixed;
     static constexpr int TILES = K / 256, HALVES = TOKENS > 8 ? 2 : 1, COLUMNS = TOKENS == 1 ? 1 : 2;
-    static constexpr int EACH = TOKENS > 4 ? 2 : 1;  // tokens whose sums of quantized tiles a lane makes at once
-    // a warp's tiles are all of the same columns of x, which stay in registers if they are plain
+    static constexpr int EACH = TOKENS > 4 ? 2 : 1;  // tokens whose sums of quantized tiles a lane computes at once
+    // HELD: all tiles of a warp have the same columns of x, which stay in registers if x is plain
     static constexpr bool HELD = WARPS % TILES == 0 && TOKENS == 1 && !FIXED && !CHUNKED;
     static_assert(!CHUNKED || (!NORM && HEAD == 0 && OUT != kGate), "inputs with a norm are staged as a whole");
     static constexpr bool SLICED = OUT == kAdd || OUT == kPart;
     static constexpr int RUN = TILES / RUNS, RANGE = slice_end(RUN, SLICES, 0);  // RANGE: tiles of a slice in a run, at most
-    static constexpr int KEPT = SLICED ? kept_sums(SLICES, RUNS) : 2;  // of a number, that a chunk leaves to the next one
+    static constexpr int KEPT = SLICED ? kept_sums(SLICES, RUNS) : 2;  // partial sums that a chunk leaves to the next one
     static_assert(TILES % RUNS == 0 && (!SLICED || !NORM) && (!CHUNKED || RUNS > 1 || TILES >= SLICES));
     int lap = 0, place = 0, begin = 0, width = TILES;  // begin, width: tiles of the current chunk
-    u32 barrier, ring, at;  // of the current slot
-    u32 x[HALVES];          // of plain numbers: of the lane's token, its first columns
-    u32 line;               // of whole numbers, of the first tile and token: the lane's line
-    float *partial;         // [rounds, tiles of one, T, 8]: two at most; CHUNKED: [tiles of a round and chunk, T, 8]
-    float *kept;            // CHUNKED: of each part [KEPT, its units of a round, T, 8]: sums over the chunks before
+    u32 barrier, ring, at;  // barrier, at: of the current slot
+    u32 x[HALVES];          // plain x: the lane's first columns of its token
+    u32 line;               // integer x: the lane's line of the first tile and token
+    float *partial;         // [1 or 2 rounds, tiles of a round, T, 8]; CHUNKED: [tiles of a round and chunk, T, 8]
+    float *kept;            // CHUNKED: for each part [KEPT, units of a round, T, 8]: sums over earlier chunks
     Part *parts;
-    float old = 0, alone = 0;  // alone: the norm's factor of the only token
-    int own;  // which of a slot's tiles the warp has: of several tokens in turns, so that all warps have equally many
+    float old = 0, alone = 0;  // alone: norm factor of the token if there is only one
+    int own;  // the warp's tile in a slot; with several tokens it rotates, so that all warps have equally many tiles
     uint4 held[HELD ? 8 : 1];
 
     DEVICE PackedMultiplier(const Packed &args, char *shared) : Base(args, (float *)(shared + 512)) {
@@ -478,7 +487,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         if constexpr (FIXED) line = shared_address(lines) + (lane & 3) * LINE_BYTES;
         if constexpr (PLAIN) {
 #pragma unroll
-            for (int half = 0; half < HALVES; ++half) {  // tokens that do not exist are the last one
+            for (int half = 0; half < HALVES; ++half) {  // missing tokens read the last one
                 const int token = TOKENS == 1 ? 0 : min(8 * half + (lane >> 2), tokens() - 1);
                 x[half] = shared_address(this->xs) + token * 64 + (lane & 3) * 16;
             }
@@ -494,23 +503,25 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         begin = first, width = min(a.chunk, TILES - first);
         return first < TILES;
     }
-    // The current slot may be written again.
+    // Allows the copying warp to overwrite the current slot.
     DEVICE void release() { release_slot(barrier + 8 * a.slots); }
-    // What this block has of a part, and how many units and from which on in a round.
+    // This block's share of part p.
     DEVICE Part part(int p) const {
         int block = int(blockIdx.x) - a.shift[p];
         if (block < 0) block += gridDim.x;
         return {a.whole[p] + (block < a.rest[p]), block * a.whole[p] + min(block, a.rest[p]), a.kind[p], a.row[p], a.rows[p]};
     }
+    // Number of the block's units of a part in a round. first: set to the first one.
     DEVICE int units(const Part &of, int round, int &first) const {
         first = of.first + round * a.round;
         return max(0, min(of.units - round * a.round, a.round));
     }
-    // The parts, for after the wait: what a kernel is given comes slowly where it is looked up by number.
+    // Copies the parts to shared memory, before the wait: indexed reads of kernel parameters are slow.
     DEVICE void keep_parts() {
         if (tid < a.parts) parts[tid] = part(tid);
     }
-    // Tiles t ... t + 7 of each row of units, of `count` units. A lane copies what lies in one unit.
+    // Fills the current slot, [HIGH, WARPS] tiles: tiles t ... t + 7, counted through rows of HIGH units one below the other.
+    // count: units in all. each: bytes of a tile. A lane copies the tiles of one unit.
     DEVICE void copy_slot(const char *from, int t, int count, int each, u64 policy) {
         const int row = t / tiles() + lane / HIGH, unit = row * HIGH + lane % HIGH;
         const int first = max(row * tiles(), t), end = min(row * tiles() + tiles(), t + WARPS);
@@ -530,14 +541,14 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
             const int count = units(of, round, first), each = bytes_of(of.kind);
             const char *from = a.data[p] + (i64(first) * TILES + begin) * each;
             for (int t = 0; t < (count + HIGH - 1) / HIGH * tiles(); t += WARPS, ++copied) {
-                if (copied == a.slots) __syncthreads();  // the barriers are there
+                if (copied == a.slots) __syncthreads();  // the barriers are initialised
                 if (copied >= a.slots) await_barrier(barrier + 8 * a.slots, lap ^ 1);
                 copy_slot(from, t, count, each, policy);
                 next();
             }
         }
     }
-    // The copying warp: all tiles in the order in which they are multiplied; the first ones need no room to be made.
+    // The copying warp: copies all tiles in the order of multiplication. The first ones find empty slots and need no wait.
     DEVICE void copy_all() {
         const u64 policy = read_once();
         const u32 empty = 8 * a.slots;
@@ -550,7 +561,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         if (copied <= a.slots) __syncthreads();
         await_own_copies();
     }
-    // A tile's products with one token, [8], and those of the tiles below it, of so many units in all. Releases the slot.
+    // Multiplies a tile and, if units > 1, the tile below it with one token. Sums of a tile: [8]. Releases the slot.
     template <int KIND> DEVICE void multiply_one(int tile, float *to, int units) {
         Tile<KIND> w[HIGH];
         int d[Tile<KIND>::SUMS][4];
@@ -564,20 +575,21 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         for (int h = 0; h < HIGH; ++h) sum[h] = sum_of_groups<KIND>(w[h].s, w[h].d, d, h, sums);
         put_sums(sum, to, units);
     }
-    // Sums of four lanes each, (0 + 1) + (2 + 3), of which a lane makes those of one tile, where that exists.
+    // Adds the sums of a row's four lanes, (0 + 1) + (2 + 3). A lane adds those of one tile and stores them if its unit exists.
     DEVICE void put_sums(const float (&sum)[HIGH], float *to, int units) const {
         const int own = HIGH > 1 ? lane & 1 : 0;
         float v = (own ? sum[HIGH - 1] : sum[0]) + __shfl_xor_sync(~0u, own ? sum[0] : sum[HIGH - 1], 1);
         v += __shfl_xor_sync(~0u, v, 2);
         if ((lane & 3) < HIGH && own < units) to[own * (tiles() * 8) + (lane >> 2)] = v;
     }
-    // The same with all tokens, [T, 8], by the tensor cores: an instruction multiplies a group of both tiles with eight
-    // columns, which are halves of so many tokens, or, of few tokens, both halves of four. scales: of the lane's row.
+    // As `multiply_one`, for all tokens on tensor cores. A tile's sums: [T, 8]. An instruction multiplies a group of both tiles
+    // with eight columns: one half of eight tokens or, up to 4 tokens, both halves of four. scales: of the lane's row. below:
+    // distance in floats to the sums of the tile below; 0: there is none.
     template <int KIND>
     DEVICE void multiply_many(const Tile<KIND> (&w)[HIGH], typename Tile<KIND>::Scales (&scales)[HIGH], int tile, float *to,
                               int below) {
         using Kind = Tile<KIND>;
-        u32 q[HIGH][Kind::QUADS][4];  // of group j and the one four further on, of each 16 columns the lane's four
+        u32 q[HIGH][Kind::QUADS][4];  // [tile, quad, j]: the lane's four of 16 columns
 #pragma unroll
         for (int h = 0; h < HIGH; ++h)
 #pragma unroll
@@ -588,19 +600,19 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
             }
         release();
 #pragma unroll 1
-        for (int first = 0; TOKENS > 8 ? first < tokens() : first == 0; first += 4 * EACH) {  // missing tokens are the last one
+        for (int first = 0; TOKENS > 8 ? first < tokens() : first == 0; first += 4 * EACH) {  // missing tokens: the last one
             const int column = min(first + (lane >> 2) * EACH / 2, tokens() - 1);
             const u32 numbers = shared_address(lines) + (tile * tokens() + column) * LINES_BYTES,
                       from = numbers + (lane & 3) * 16 + (EACH == 1 ? (lane >> 2 & 1) * 64 : 0);
             const uint4 tail = load_shared(numbers + (lane & 3) * LINE_BYTES + 128);
             float pair[HIGH][EACH], sum[HIGH][EACH];
             uint4 sums[EACH];
-            // the lane with the tail of group j and a token whose sums are the lane's own
+            // the lane that has the tail of group j for token i of those whose sums this lane computes
             const auto place = [&](int i, int j) { return ((lane & 3) * EACH + i) * (8 / EACH) + j; };
 #pragma unroll
             for (int i = 0; i < EACH; ++i) sums[i].z = __shfl_sync(~0u, tail.z, place(i, 0));
 #pragma unroll
-            for (int h = 0; h < HIGH; ++h) {  // or there would not be registers enough for all that is the same each time
+            for (int h = 0; h < HIGH; ++h) {  // else loop invariants are hoisted, for which registers do not suffice
                 forget(scales[h]);
 #pragma unroll
                 for (int n = 0; n < Kind::QUADS; ++n)
@@ -645,7 +657,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
             }
         }
     }
-    // The products of group j or the one four further on: of 32 columns, or of 16.
+    // Multiplies the n-th 32 columns of groups j and j + 4 or, with four SUMS, the n-th 16.
     template <int KIND>
     static DEVICE void multiply_group(int (&d)[4], const u32 (&q)[HIGH][Tile<KIND>::QUADS][4], int n, int j, const uint4 &x) {
         using Kind = Tile<KIND>;
@@ -655,7 +667,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
                                          word(x, n * 2), word(x, n * 2 + 1), true);
         else multiply_half<Kind::SIGNED>(d, codes(0, n / 2, n % 2), codes(HIGH - 1, n / 2, n % 2), word(x, n));
     }
-    // The same of tiles of plain kinds.
+    // As `multiply_many`, for tiles of plain kinds.
     template <int KIND> DEVICE void multiply_plain(const Tile<KIND> (&w)[HIGH], int tile, float *to, int below) {
         const int step = 64 * tokens(), begin = tile * 8 * step;
         float d[HALVES][2][4] = {};
@@ -682,7 +694,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
                 }
         release();
     }
-    // A warp's tiles of the current slot, which has come.
+    // Loads the warp's tiles from the current slot, which must be filled.
     template <int KIND> DEVICE void load_tiles(Tile<KIND> (&w)[HIGH]) const {
 #pragma unroll
         for (int n = 0; n < HIGH; ++n) w[n].load(Shared{at + (n * WARPS + own) * Tile<KIND>::BYTES}, lane);
@@ -702,7 +714,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         }
         if constexpr (TOKENS > 1) own = (own - rows * tiles()) & (WARPS - 1);
     }
-    // A warp's tiles of the current slot, of so many units, with all tokens.
+    // Multiplies the warp's tiles of the current slot with all tokens. units: number of units from this row on.
     template <int KIND> DEVICE void multiply_slot(int tile, float *to, int units) {
         const int below = HIGH > 1 && units > 1 ? tiles() * 8 * tokens() : 0;
         if constexpr (is_plain(KIND)) {
@@ -726,7 +738,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         if constexpr ((KINDS >> KIND) & 1)
             if (kind == KIND || KINDS == 1 << KIND) multiply_tiles<KIND>(count, to);
     }
-    // A number's sum over all chunks up to the current one. before: its KEPT floats, `apart` from one to the next.
+    // The sum of an output over all chunks up to the current one. before: its KEPT partial sums, `apart` floats apart.
     DEVICE float sum(const float *from, float *before = nullptr, int apart = 0) const {
         if constexpr (SLICED && CHUNKED && RUNS == 1) return sum_of_some_slices(from, before, apart);
         else if constexpr (SLICED) return sum_of_slices(from, before, apart);
@@ -737,7 +749,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         if (CHUNKED) before[0] = v[0], before[apart] = v[1];
         return v[0] + v[1];
     }
-    // Adds the tiles of the current chunk of a slice, which has those from `first` to `end` of each run.
+    // Adds the current chunk's tiles of a slice. The slice has tiles `first` to `end` of each run.
     DEVICE void add_slice(float &v, const float *from, int first, int end) const {
 #pragma unroll
         for (int run = 0; run < RUNS; ++run)
@@ -761,8 +773,8 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
             for (int i = 0; i < SLICES; i += 2 * other) v[i] += v[i + other];
         return v[0];
     }
-    // The same of one run, of which chunks have some slices after others: what is kept are sums of 1, 2 and 4 slices that
-    // wait for those they are paired with, and that of a slice that goes on in the next chunk.
+    // As `sum_of_slices`, for one run: a chunk has consecutive slices. `before` keeps pending sums of 1, 2 and 4 slices, each
+    // until the sum that it is paired with is there, and the sum of a slice that continues in the next chunk.
     DEVICE float sum_of_some_slices(const float *from, float *before, int apart) const {
         float v = 0, sums[KEPT] = {};
 #pragma unroll
@@ -790,14 +802,14 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         return v;
     }
     DEVICE int slot_of(int i) const { return TOKENS == 1 ? i : (i * a.inverse) >> 16; }
-    // What a thread's first sum is added to.
+    // Loads the value of y to which the thread's first sum is added.
     DEVICE void load_old() {
         int first;
         const int slot = slot_of(tid / 8), token = tid / 8 - slot * tokens(), count = units(parts[0], 0, first);
         const int row = (first + slot) * 8 + tid % 8;
         if (slot < count && row < parts[0].rows) old = load((const float *)a.y + i64(token) * a.total + parts[0].row + row);
     }
-    // The sums of a round, to where they belong, after its last chunk.
+    // Sums the tiles of a round. After the last chunk, writes the results to y.
     DEVICE void finish(int round, const float *from) {
         float *before = kept;
         const bool last = !CHUNKED || begin + width == TILES;
@@ -867,13 +879,13 @@ DEVICE void packed(const Packed &a) {
     m.keep_parts();
     __syncthreads();
     wait();
-    launch_dependents();  // only now, so that what comes next finds the room that the kernel before has left
+    launch_dependents();  // after the wait, so that the next kernel's blocks use the room that the previous kernel frees
     if constexpr (OUT == kAdd && !CHUNKED) m.load_old();
     if constexpr (!CHUNKED) m.stage();
     m.run();
 }
 
-// What a lane has of a tile as numbers: f(which of its eights, column, eight of them).
+// Dequantizes the lane's part of a tile, eight columns at a time: f(index of the eight, first column, their values).
 template <int KIND, class F> DEVICE void unpack_lane(const char *from, int lane, F f) {
     Tile<KIND> w;
     w.load(Global{from}, lane);
@@ -902,7 +914,7 @@ DEVICE uint4 exchange(const uint4 &v, int apart) {
     return make_uint4(__shfl_xor_sync(~0u, v.x, apart), __shfl_xor_sync(~0u, v.y, apart), __shfl_xor_sync(~0u, v.z, apart),
                       __shfl_xor_sync(~0u, v.w, apart));
 }
-// Of four lanes next to each other each gives its i-th one to the i-th.
+// Transposes over four neighbouring lanes: each gives its v[i] to lane i.
 DEVICE void exchange_four(uint4 (&v)[4], int lane) {
 #pragma unroll
     for (int apart = 1; apart < 4; apart *= 2)
@@ -914,7 +926,8 @@ DEVICE void exchange_four(uint4 (&v)[4], int lane) {
             else v[i + apart] = came;
         }
 }
-// A tile as bfloat16, by a whole warp, four lanes side by side: to: the first column of the lane's row; null: of none.
+// Dequantizes a tile to bfloat16, by a whole warp. Four lanes write neighbouring columns. to: the first column of the lane's
+// row; null: the row is not written.
 template <int KIND> DEVICE void unpack_tile(const char *from, int lane, u16 *to) {
     uint4 own[4];
     unpack_lane<KIND>(from, lane, [&](int at, int, const float (&v)[8]) {
@@ -932,7 +945,7 @@ struct Unpack {
     u16 *y;       // [rows, columns]
     int rows, columns;
 };
-// A warp for each tile.
+// One warp per tile, 8 warps per block.
 template <int KIND> DEVICE void unpack(const Unpack &a) {
     launch_dependents();
     wait();
@@ -943,7 +956,7 @@ template <int KIND> DEVICE void unpack(const Unpack &a) {
     unpack_tile<KIND>(a.data + i64(tile) * Tile<KIND>::BYTES, lane, row < a.rows ? to : nullptr);
 }
 
-// `enter` with an embedding of tiles.
+// `enter` (small.cuh) with an embedding in tiles.
 template <int KIND> DEVICE void enter_packed(const Enter &a) {
     launch_dependents();
     wait();

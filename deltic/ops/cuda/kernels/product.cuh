@@ -1,33 +1,34 @@
-// y[t, n] = sum of x[t, k] * weight[n, k] for up to 16 tokens: a linear layer of a decode step, near the memory's speed.
+// y[t, n] = sum of x[t, k] * weight[n, k] for up to 16 tokens: a linear layer of a decode step, near memory bandwidth.
 //
-// A block works on units of ROWS rows of the weight, cut into segments of 1,024 columns. One warp copies segments into a
-// ring of slots in shared memory, the first ones before the kernel waits for its input; the copies are asynchronous and
-// leave other data in the second-level cache. Eight warps multiply: each has every 8th piece of 64 columns. Of eight columns
-// that a lane has of a row, the tensor cores take two and two as those of one of their 16 rows, the others as those of
-// another one; and of each of four tokens, too, in two of their eight columns. So one instruction multiplies 32 columns
-// of 8 rows, and half of what it gives is of no use. The sum over the warps is made in their order. So a token's sums have
-// one order, whatever the batch. Products whose columns may be split over devices are those of sliced.cuh.
+// A block multiplies units of ROWS weight rows, cut into segments of 1,024 columns. One warp copies segments to a ring of
+// slots in shared memory. It issues the first copies before the kernel waits for its input. The copies are asynchronous and
+// use an L2 evict-first policy, so that other data stays in L2. Eight warps multiply; each takes every 8th piece of 64 columns.
+//
+// A lane loads eight columns of a row. The mma takes column pairs 0 and 2 as one of its 16 rows and pairs 1 and 3 as another
+// row. Likewise, each of four tokens occupies two of the mma's eight columns. So one mma multiplies 32 columns of 8 rows, and
+// half of its results are unused. The warps' sums are added in the order of the warps, so a token's sums have the same order in
+// any batch. Products whose columns may be split over devices are in sliced.cuh.
 
 struct Product {
     const u16 *weight;   // [rows, K]
-    const void *x;       // residual [T, K] float, to be normalised; or [T, K] bf16; or [T, heads_stride] float of heads
-    const float *scale;  // [K] of the norm
+    const void *x;       // residual, float [T, K], normalised here; or bf16 [T, K]; or value heads, float [T, heads_stride]
+    const float *scale;  // [K], of the norm
     void *y;             // kStore, kPart: float [T, rows]; kAdd: float [T, rows], added to; kGate: bf16 [T, rows / 2]
     float eps;
     int tokens, rows;
-    int whole, rest;   // units of every block; so many blocks have one more
-    int group;         // units between two sums over the warps
-    int inverse;       // 65536 / tokens + 1, to divide by
+    int whole, rest;   // units per block; the first `rest` blocks have one more
+    int group;         // units per reduction over the warps
+    int inverse;       // 65536 / tokens + 1, for divisions by `tokens`
     int slots;         // of the ring, at least 2
 };
 
-// With what adapters add to the product of each token that has one (lora.cuh). The product itself is rounded as always.
+// A product with adapter terms (lora.cuh). The product is rounded as without adapters, then the term is added.
 struct AddedProduct : Product {
     const float *terms;  // [T, rows]
-    const i64 *entries;  // [T], negative: the token has none
+    const i64 *entries;  // [T], negative: the token has no adapter
 };
 
-// OUT: kStore or kGate. FOURS: of tokens, at most. TERMS: the arguments are an `AddedProduct`.
+// OUT: kStore or kGate. FOURS: largest number of groups of four tokens. TERMS: the arguments are an `AddedProduct`.
 template <int K, bool NORM, int OUT, int FOURS, int ROWS, bool TERMS = false>
 struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
     using Base = Input<Product, K, NORM, 0, 0, kPaired>;
@@ -35,16 +36,16 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
     static constexpr int PIECES = K / 64, WIDEST = 1024;
     static constexpr int SEGMENT = K < WIDEST ? K : WIDEST, SEGMENTS = (K + WIDEST - 1) / WIDEST,
                          LOADS = SEGMENT > 512 ? 4 : 2;
-    // a unit that is one segment is copied at once; other rows lie 64 bytes further apart than they are long, so that two
-    // of them are not in the same banks: of the former, odd rows are read the other way round
+    // JOINED: a row is one segment; a unit's rows are copied at once, without padding. Odd rows are read with the two 64-byte
+    // halves of a piece swapped, so that neighbouring rows use different banks. Otherwise rows are padded by 64 bytes for that.
     static constexpr bool JOINED = SEGMENTS == 1, HELD = JOINED && FOURS == 1;  // HELD: x stays in registers
     static constexpr int LINE = SEGMENT * 2 + (JOINED ? 0 : 64), SLOT = ROWS * LINE, WIDTH = OUT == kGate ? ROWS / 2 : ROWS;
-    static constexpr int COPIES = JOINED ? ROWS / WIDTH : ROWS;  // of a segment
-    int count, pieces, lap = 0, slot = 0;  // pieces: bytes of 32 columns of x
-    u32 barrier, at, input;   // of the current slot: its barrier, the lane's first fragment; the lane's first one of x
+    static constexpr int COPIES = JOINED ? ROWS / WIDTH : ROWS;  // bulk copies per segment
+    int count, pieces, lap = 0, slot = 0;  // pieces: bytes of 32 columns of x of all tokens
+    u32 barrier, at, input;   // barrier of the current slot; the lane's first fragment in the slot; its first fragment of x
     char *ring;               // [slots, ROWS, LINE]
     float *partial;           // [2, group, WARPS, T, 8]
-    float alone = 0;          // the norm's factor of the only token
+    float alone = 0;          // norm factor of the token if there is only one
     bool odd;
 
     DEVICE Multiplier(const Product &args, char *shared) : Base(args, (float *)(shared + 512)) {
@@ -62,7 +63,7 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
         at += SLOT, barrier += 8;
         if (++slot == a.slots) slot = 0, lap ^= 1, at -= a.slots * SLOT, barrier -= a.slots * 8;
     }
-    // The copying warp: all segments in the order in which they are multiplied; the first ones need no room to be made.
+    // The copying warp: copies all segments in the order of multiplication. The first ones find empty slots and need no wait.
     DEVICE void copy_all() {
         const u64 policy = read_once();
         const int total = count * SEGMENTS, first = min(a.slots, total), empty = 8 * a.slots, n = lane;
@@ -71,13 +72,13 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
             publish_barriers();
         }
         __syncwarp();
-        constexpr int EACH = JOINED ? WIDTH : 1;  // rows of a copy
+        constexpr int EACH = JOINED ? WIDTH : 1;  // rows per copy
         const int begin = blockIdx.x * WIDTH, row = n * EACH < WIDTH ? begin + n * EACH : a.rows / 2 + begin + n * EACH - WIDTH;
         const char *from = (const char *)a.weight + i64(row) * (K * 2), *end = (const char *)a.weight + i64(a.rows) * (K * 2);
         const i64 step = i64(gridDim.x) * WIDTH * (K * 2);
         at = shared_address(ring) + n * EACH * LINE;
         for (int e = 0, segment = 0; e < total; ++e) {
-            if (e == first) __syncthreads();  // the barriers are there
+            if (e == first) __syncthreads();  // the barriers are initialised
             if (e >= first) await_barrier(barrier + empty, lap ^ 1);
             int bytes = EACH * SEGMENT * 2;
             const char *source = from;
@@ -85,7 +86,7 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
                 if (end - from < bytes) bytes = int(end - from);
             } else if constexpr (!JOINED) {
                 if (K % SEGMENT && segment == SEGMENTS - 1) bytes = K % SEGMENT * 2;
-                if (from >= end) source = end - K * 2;  // rows that do not exist
+                if (from >= end) source = end - K * 2;  // rows past the end: copy the last row instead
             }
             if (lane == 0) expect_bytes(barrier, bytes * COPIES);
             __syncwarp();
@@ -98,18 +99,18 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
         if (first == total) __syncthreads();
         await_own_copies();
     }
-    // Whether a lane's load j of a segment exists: pieces of 64 columns go round the warps, each is two loads.
+    // True if load j of a segment is within the K columns. Warp w has pieces w, w + 8, ... of 64 columns: two loads each.
     DEVICE bool exists(int segment, int j) const {
         return K % WIDEST == 0 || segment * (WIDEST / 64) + j / 2 * WARPS + warp < PIECES;
     }
-    // Of tokens from 4 * four on; those that do not exist are the last one.
+    // Loads the fragments of x for the four tokens from 4 * four on. Missing tokens read the last one.
     DEVICE void load_x(uint2 (&f)[LOADS], int segment, int four) const {
         const u32 from = input + min(4 * four + (lane >> 3), a.tokens - 1) * 64 + segment * (WIDEST / 32) * pieces;
 #pragma unroll
         for (int j = 0; j < LOADS; ++j)
             if (exists(segment, j)) f[j] = load_shared2(from + (j / 2 * (WARPS * 2) + j % 2) * pieces);
     }
-    // A lane's fragments of the current slot, when they are there.
+    // Waits for the current slot, loads the lane's fragments from it and advances to the next slot.
     DEVICE void load_slot(uint4 (&v)[LOADS], int segment) {
         await_barrier(barrier, lap);
         __syncwarp();
@@ -118,8 +119,9 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
             if (exists(segment, j)) v[j] = load_shared(at + j / 2 * (WARPS * 128) + (odd ? -(j % 2) : j % 2) * 64);
         next();
     }
-    // What the slot before the current one held, or with `more` the one before that, has come to registers: the address of
-    // the barrier cannot be had before. A fence, as of `release_slot`, would also wait for the slot that is on its way.
+    // Releases the slot from which v was loaded: the one before the current slot or, with `more`, the one before that. The
+    // barrier's address depends on v, so that the arrival waits until v is in registers (threadIdx.z is 0). The fence of
+    // `release_slot` would also wait for the loads of the following slot, which are in flight.
     DEVICE void release(bool more, const uint4 (&v)[LOADS], int segment) {
         u32 loaded = 0;
 #pragma unroll
@@ -139,7 +141,7 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
             multiply(d[j % 2], w.x, w.y, w.z, w.w, f[j].x, f[j].y);
         }
     }
-    // A unit's sums; after them others begin.
+    // Stores the warp's sums of a unit and clears the accumulators.
     DEVICE void store_sums(float (&d)[FOURS][2][4], float *to) {
 #pragma unroll
         for (int four = 0; four < FOURS; ++four) {
@@ -150,7 +152,7 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
             for (int i = 0; i < 8; ++i) d[four][i / 4][i % 4] = 0;
         }
     }
-    // Products of so many units. While a slot is multiplied the next one comes to registers.
+    // Multiplies `units` units. While a slot is multiplied, the next one is loaded to registers.
     DEVICE void multiply_units(int units, float *to, const uint2 (&held)[LOADS]) {
         to += warp * a.tokens * 8;
         const int total = units * SEGMENTS;
@@ -189,7 +191,7 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
         for (int i = 0; i < WARPS; ++i) v += from[(i * a.tokens + token) * 8 + n];
         return v;
     }
-    // The sums of units i ... of this block, to where they belong.
+    // Adds the warps' sums of the block's units from i on and writes the results to y.
     DEVICE void finish(int i, int units, const float *from) {
         for (int o = tid; o < units * a.tokens * WIDTH; o += WARPS * 32) {
             const int n = o % WIDTH, slot = (o / WIDTH * a.inverse) >> 16, token = o / WIDTH - slot * a.tokens;
@@ -202,7 +204,7 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
                 ((float *)a.y)[i64(token) * a.rows + column] = v;
         }
     }
-    // The same with terms. Those of several numbers are on their way before one of them is waited for.
+    // As `finish`, with adapter terms. A thread issues the loads of AHEAD outputs' terms before it uses any of them.
     DEVICE void finish_with_terms(int i, int units, const float *from) {
         constexpr int AHEAD = 4, STEP = WARPS * 32;
         const auto &added = static_cast<const AddedProduct &>(a);
@@ -261,7 +263,7 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
     }
 };
 
-// Blocks of 8 warps that multiply and one that copies.
+// A block has 8 multiplying warps and one copying warp.
 template <int K, bool NORM, int OUT, int FOURS, int ROWS, bool TERMS = false> DEVICE void product(const Product &a) {
     extern __shared__ __align__(128) char shared[];
     Multiplier<K, NORM, OUT, FOURS, ROWS, TERMS> m(a, shared);

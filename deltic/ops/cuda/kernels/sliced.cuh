@@ -1,63 +1,65 @@
 
-// y[t, n] = sum of x[t, k] * weight[n, k] for up to 16 tokens, where devices may have parts of the columns: as product.cuh,
-// but the order of a sum is that of deltic/ops/slices.py, whatever part of the columns the device has.
+// y[t, n] = sum of x[t, k] * weight[n, k] for up to 16 tokens and weights whose columns may be split over devices. As
+// product.cuh, but sums have the order of deltic/ops/slices.py, whatever part of the columns the device has.
 //
-// A warp multiplies a whole slice of a unit: groups of 32 columns, counted from the slice's first column on, one after the
-// other, even ones into one accumulator and odd ones into another one. The slices' sums are added in pairs. No step of this
-// depends on where the slice lies or which others the device has. Eight slices make a unit of a model on one device; of one
-// on several devices the eight warps multiply several units at once. Warps with neighbouring slices make a team. Each team has
-// slots of its own, and teams do not wait for each other before all units are multiplied. A slot has a piece of each slice of a
-// team. A warp begins one copy after the other, and a long copy takes it no longer than a short one, about 70 cycles. If copies
-// are short, two or four warps copy, each for other teams and in its own quarter of the multiprocessor.
+// A warp multiplies a whole slice of a unit. It takes groups of 32 columns one after the other, counted from the slice's first
+// column. Even groups go to one accumulator, odd groups to another. The slices' sums are then added in pairs. None of this
+// depends on where the slice lies or which other slices the device has. On one device a unit has eight slices, one per warp.
+// On one of several devices it has fewer, and the eight warps multiply several units at once.
+//
+// Warps with neighbouring slices form a team. A slot holds a piece of each slice of a team. Each team has its own slots, and
+// teams do not wait for each other until all units of a group are multiplied. A warp issues its copies one after the other;
+// each takes about 70 cycles, whether long or short. If copies are short, two or four warps copy, each for its own teams and in
+// its own quarter of the multiprocessor.
 
-// The shape of a slot. SLICES: of the device. RUNS: a slice has a range of columns in each of so many equal runs. SHORT:
-// slots are short, as the input of many tokens, or a small card, leaves little room.
+// The shape of a slot. SLICES: slices of the device. RUNS: number of equal runs of columns; a slice has one range in each.
+// SHORT: slots are short, because the input of many tokens, or a small card, leaves little room.
 template <int K, int SLICES, int RUNS, int ROWS, bool SHORT> struct SliceShape {
     static constexpr int UNIT = 16, RUN = K / RUNS, RANGE = slice_end(RUN / UNIT, SLICES, 0) * UNIT, COPY = 2304, LANES = 16;
     static_assert(RUN % UNIT == 0 && K % RUNS == 0);
-    // otherwise the rings of 8 warps leave room for the input of a token
+    // WIDEST: columns of a slot at most. Unless SHORT, 8 slots and the input of one token fit in 101 KB.
     static constexpr int FIT = (((101 << 10) - 2 * K) / (8 * ROWS) - 64) / 128 * 64, WIDEST = SHORT ? (ROWS < 8 ? 768 : 448) : FIT > 64 ? FIT : 64;
     static constexpr int PIECES = (RANGE + WIDEST - 1) / WIDEST, PIECE = ((RANGE + PIECES - 1) / PIECES + 63) / 64 * 64;
-    static constexpr int PARTS = RUNS * PIECES;  // slots of a slice
-    static constexpr bool SAME = RUN == SLICES * RANGE, EQUAL = SAME && RANGE == PIECES * PIECE;  // ranges; pieces, too
+    static constexpr int PARTS = RUNS * PIECES;  // slots per slice
+    static constexpr bool SAME = RUN == SLICES * RANGE, EQUAL = SAME && RANGE == PIECES * PIECE;  // equal ranges; pieces, too
     static constexpr bool WHOLE_GROUPS = SAME && RANGE % 32 == 0;  // no slice ends within a group
     static constexpr int span() {
         int n = 1;
         while (EQUAL && PARTS == 1 && 2 * n <= SLICES && 4 * n * RANGE <= COPY) n *= 2;
         return n;
     }
-    // slices of a copy; slices of a slot, and warps of a team
+    // SPAN: slices per copy. JOINED: slices per slot, and warps per team.
     static constexpr int SPAN = span(), JOINED = SPAN > 1 || !SHORT ? SPAN : SLICES < LANES / ROWS ? SLICES : LANES / ROWS;
-    // bytes of a copy; warps that copy
+    // BYTES: per copy, at most. COPYING: warps that copy.
     static constexpr int BYTES = SPAN * PIECE * 2, COPYING = SHORT || BYTES >= 1536 ? 1 : BYTES >= 1024 ? 2 : 4;
-    // lines lie an odd number of 64 bytes apart, so that two of them are not in the same banks
+    // A line is what one copy writes. Lines are an odd multiple of 64 bytes apart, so that neighbours use different banks.
     static constexpr int LINE = BYTES + 64, LINES = JOINED / SPAN * ROWS, SLOT = LINES * LINE;
-    // A row's line in a slot, and the line's part, that has a slice of the team: bytes from the slot's begin.
+    // Byte offset in a slot of a row of the team's slice `slice`.
     static DEVICE int place(int slice, int row) { return (slice / SPAN * ROWS + row) * LINE + slice % SPAN * (RANGE * 2); }
-    // Columns of part p of a slice: the first one, and how many.
+    // First column of part p of a slice, and number of its columns.
     static DEVICE int first(int slice, int p) {
         const int run = p / PIECES;
         return run * RUN + (SAME ? slice * RANGE : slice_begin(RUN / UNIT, SLICES, slice) * UNIT) + (p - run * PIECES) * PIECE;
     }
     static DEVICE int columns(int slice, int p) {
         if constexpr (EQUAL) return PIECE;
-        if constexpr (SAME) return min(PIECE, RANGE - p % PIECES * PIECE);  // a copying warp has no time for more
+        if constexpr (SAME) return min(PIECE, RANGE - p % PIECES * PIECE);  // short, as copying warps have no time for more
         const int range = (slice_end(RUN / UNIT, SLICES, slice) - slice_begin(RUN / UNIT, SLICES, slice)) * UNIT;
         return max(0, min(PIECE, range - p % PIECES * PIECE));
     }
 };
 
-// OUT: kAdd: y is added to; kPart: the sum of the device's slices is written to y. The other parameters are those of
-// `Multiplier`.
+// OUT: kAdd adds the sums to y; kPart writes the sums of the device's slices to y. HEAD, SLICE: as in `Input`. SLICES, RUNS,
+// SHORT: as in `SliceShape`. Others: as in `Multiplier`.
 template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT, bool TERMS = false>
 struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
     using Base = Input<Product, K, false, HEAD, SLICE, kPaired>;
     using Base::a, Base::tid, Base::warp, Base::lane, Base::xs, Base::WARPS;
     using Shape = SliceShape<K, SLICES, RUNS, ROWS, SHORT>;
     static constexpr int JOINED = Shape::JOINED, TEAMS = WARPS / JOINED, COPYING = Shape::COPYING;
-    static constexpr int PARTS = Shape::PARTS, SLOT = Shape::SLOT, UNITS = WARPS / SLICES;  // UNITS: at once
+    static constexpr int PARTS = Shape::PARTS, SLOT = Shape::SLOT, UNITS = WARPS / SLICES;  // UNITS: multiplied at once
     int count, lap = 0, slot = 0;
-    u32 barriers, ring, input;     // input: a lane's column of x in the first group
+    u32 barriers, ring, input;     // input: x, plus the lane's offset of 0 or 8 bytes
     float *partial;                // [2, group, SLICES, T, ROWS]
     float old = 0, term = 0;
 
@@ -70,11 +72,11 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
         ring = shared_address(shared + 1024);
         input = shared_address(xs) + (lane >> 2 & 1) * 8;
     }
-    // A team's next slot. There are as many for each team.
+    // Advances to the team's next slot. All teams have the same number of slots.
     DEVICE void next() {
         if ((slot += TEAMS) >= a.slots) slot -= a.slots, lap ^= 1;
     }
-    // A copying warp: pieces for its teams in turns; the first ones need no room to be made.
+    // Copying warp `own`: copies pieces for its teams in turns. The first ones find empty slots and need no wait.
     DEVICE void copy_all(int own) {
         const u64 policy = read_once();
         const int total = (count + UNITS - 1) / UNITS * PARTS, early = min(a.slots / TEAMS, total), empty = 8 * a.slots;
@@ -87,7 +89,7 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
         int done = 0;
         for (int unit = 0; unit < count; unit += UNITS)
             for (int p = 0; p < PARTS; ++p, ++done, next()) {
-                if (done == early) __syncthreads();  // the barriers are there
+                if (done == early) __syncthreads();  // the barriers are initialised
                 for (int team = own; team < TEAMS; team += COPYING) {
                     const int of = unit + team * JOINED / SLICES, slice = team * JOINED % SLICES;
                     if (of < count) copy_slot(slot + team, done >= early, of, slice, p, line, row, empty, policy);
@@ -96,7 +98,7 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
         if (early == total) __syncthreads();
         await_own_copies();
     }
-    // Copies part p of a team's slices, from this one on. line, row: of the lane.
+    // Copies part p of the team's slices, from `slice` on. used: the slot has held data. line, row: of the lane's copy.
     DEVICE void copy_slot(int slot, bool used, int unit, int slice, int p, int line, int row, int empty, u64 policy) {
         const u32 barrier = barriers + 8 * slot;
         if (used) await_barrier(barrier + empty, lap ^ 1);
@@ -111,9 +113,9 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
                   (const char *)a.weight + of * (K * 2) + Shape::first(own, p) * 2, bytes, barrier, policy);
         end_copies(barrier);
     }
-    // Products of a part of a slice. d: of four tokens each, of even and odd groups.
+    // Multiplies part p of a slice. d: accumulators of even and odd groups, for four tokens each.
     DEVICE void multiply_part(float (&d)[FOURS][2][4], int slice, int p) {
-        constexpr int AHEAD = FOURS == 1 ? 4 : 2;  // groups that come to registers at once
+        constexpr int AHEAD = FOURS == 1 ? 4 : 2;  // groups loaded to registers at once
         const int columns = Shape::columns(slice, p), groups = Shape::EQUAL ? Shape::PIECE / 32 : (columns + 31) / 32;
         const int column = Shape::first(slice, p) + (lane & 3) * 8;
         const u32 from = input + column / 32 * a.tokens * 64 + column % 32 * 2, barrier = barriers + 8 * slot;
@@ -129,7 +131,7 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
                 w[i] = mine ? load_shared(at + group * 64) : make_uint4(0, 0, 0, 0);
 #pragma unroll
                 for (int four = 0; four < FOURS; ++four) {
-                    // of tokens that do not exist, the last one
+                    // missing tokens read the last one
                     const u32 token = from + (group * a.tokens + min(4 * four + (lane >> 3), a.tokens - 1)) * 64;
                     x[i][four] = make_uint2(0, 0);
                     if (mine && (four == 0 || 4 * four < a.tokens)) x[i][four] = load_shared2(token);
@@ -153,10 +155,10 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
             for (int group = 0; group < groups; group += AHEAD) multiply_groups(group);
         }
         __syncwarp();
-        if (lane == 0) arrive_barrier(barrier + 8 * a.slots);  // all that the slot held was multiplied
+        if (lane == 0) arrive_barrier(barrier + 8 * a.slots);  // all data of the slot has been multiplied
         next();
     }
-    // Products of so many units.
+    // Multiplies `units` units and stores the sums of their slices.
     DEVICE void multiply_units(int units, float *to) {
         const int own = warp / SLICES, slice = warp % SLICES;
         to += warp * a.tokens * ROWS;
@@ -174,7 +176,7 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
             }
         }
     }
-    // Where the sum of a number belongs: of units from the first one on, their tokens and their rows.
+    // Address in y of output `number` of [unit, token, row], from unit `first` on; null past the last row.
     DEVICE float *place_in_y(int first, int number) const {
         const int of = number / ROWS, unit = (of * a.inverse) >> 16, token = of - unit * a.tokens;
         const int row = (int(blockIdx.x) + (first + unit) * int(gridDim.x)) * ROWS + number % ROWS;
@@ -212,7 +214,7 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
             finish(unit, units, to);
         }
     }
-    // What a thread's first sum is added to, and its term.
+    // Loads what the thread's first sum is added to: the value of y and the adapter term.
     DEVICE void load_first() {
         if (tid < min(a.group, count) * a.tokens * ROWS)
             if (float *const y = place_in_y(0, tid)) {
@@ -222,7 +224,7 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
     }
 };
 
-// Blocks of 8 warps that multiply, and of COPYING that copy.
+// A block has 8 multiplying warps and COPYING copying warps.
 template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT, bool TERMS = false>
 DEVICE void sliced(const Product &a) {
     extern __shared__ __align__(128) char shared[];
