@@ -1,30 +1,31 @@
 
-// The sum of what several devices of one process have, added to each one's residual. All devices get the same bits.
+// All-reduce over the devices of one process: adds the sum of all devices' parts to the residual of each device. All devices
+// get the same bits.
 //
-// Few tokens, `all_reduce`, in the order of deltic/ops/slices.py: every device stores its numbers into a box of each other
-// device, waits until the other devices' numbers are in its own box, and adds them in pairs. A cell of a box holds two
-// numbers, each followed by the number of the sum (its epoch). One store writes the cell, so no fence is needed.
+// `all_reduce` serves few tokens, and adds in the order of deltic/ops/slices.py. Every device stores its part into the box of
+// each peer device, waits until the parts of all peers are in its own box, and adds them in pairs. A cell of a box holds two
+// numbers, each followed by the number of the sum (epoch). One store writes the cell, so no fence is needed.
 //
-// Many tokens, `all_reduce_norm`: see there.
+// `all_reduce_norm` serves many tokens; see there.
 //
-// A box has room for two sums by turns: a device that begins the next but one has received the next one from all others,
-// which have then read this one. Boxes may lie in memory of the host.
+// A box has room for two sums, used alternately. A device that begins sum n + 2 has received sum n + 1 from all peers, which
+// have then read sum n. Boxes may lie in host memory.
 
-enum { kEpoch, kDone, kFailed };  // u32 each: of the last sum; blocks that are done; a device did not come
+enum { kEpoch, kDone, kFailed };  // u32 each: number of the last sum; of ended blocks; 1 after a timeout
 
 struct AllReduce {
-    const void *x;     // this device's numbers: [2 cells] float32; of many tokens [T, H] bfloat16
-    float *y;          // of the same shape: added to
+    const void *x;     // this device's part: [2 cells] float32; of many tokens [T, H] bfloat16
+    float *y;          // residual of the same shape; the sum is added to it
     u32 *state;        // [3]
-    u32 *report;       // [1], in memory of the host: 1 + the device that did not come
-    uint4 *boxes[8];   // of each device: [2, N, room]; of many tokens [2, 2 N, room]
-    i64 limit;         // nanoseconds that a device is waited for
+    u32 *report;       // [1], host memory: 1 + the rank that timed out
+    uint4 *boxes[8];   // each device's box, [2, N, room] cells; of many tokens [2, 2 N, room]
+    i64 limit;         // nanoseconds to wait for a device
     int cells, room, rank;
-    int fences;        // boxes lie in memory of the host
+    int fences;        // boxes lie in host memory
 };
 
-// What device `from` has sent to a cell, once `there` says that all of it has come. If it does not come within `limit`, NaN;
-// then nothing is waited for any more.
+// Waits until `there` holds for a cell, which means that all data from device `from` has arrived, and returns the cell. After
+// `limit` nanoseconds it reports the device and returns NaN; from then on, no thread waits for any cell.
 template <class There>
 DEVICE uint4 receive(const AllReduce &a, const uint4 *cell, int from, i64 limit, bool failed, There there) {
     u64 began = 0;
@@ -46,15 +47,15 @@ DEVICE uint4 receive(const AllReduce &a, const uint4 *cell, int from, i64 limit,
 }
 DEVICE u32 begin_sum(const AllReduce &a) {
     const u32 epoch = load_volatile(a.state + kEpoch) + 1;
-    return epoch ? epoch : 2;  // boxes begin with 0
+    return epoch ? epoch : 2;  // cells hold 0 at first
 }
-// By all threads of all blocks.
+// All threads of all blocks call it.
 DEVICE void end_sum(const AllReduce &a, u32 epoch) {
     __syncthreads();
     if (threadIdx.x || count_up((int *)a.state + kDone) != int(gridDim.x) - 1) return;
     store_volatile(a.state + kDone, 0), store_volatile(a.state + kEpoch, epoch);
 }
-// A device's box. The list is a kernel parameter, and the compiler can only index it with constants.
+// Returns a device's box. The list is a kernel parameter, which the compiler can only index with constants.
 template <int N> DEVICE uint4 *box_of(const AllReduce &a, int device) {
     uint4 *box = a.boxes[0];
 #pragma unroll
@@ -63,7 +64,7 @@ template <int N> DEVICE uint4 *box_of(const AllReduce &a, int device) {
     }
     return box;
 }
-// N devices: a power of two. Blocks of 512 threads, one for each cell.
+// N: number of devices, a power of two. Blocks of 512 threads, one thread per cell.
 template <int N> DEVICE void all_reduce(const AllReduce &a) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     launch_dependents();
@@ -99,8 +100,8 @@ template <int N> DEVICE void all_reduce(const AllReduce &a) {
     end_sum(a, epoch);
 }
 
-// Many tokens. A cell is eight bfloat16 numbers. A pair of numbers that has not come is kAbsent, a NaN that no sum gives, so
-// that a cell has no room for anything else, and needs no fence either. A cell is set to kAbsent when it has been read.
+// Many tokens. A cell is eight bfloat16 numbers, without an epoch. A pair of numbers that has not arrived is kAbsent, a NaN
+// that no sum gives. So these cells need no fence either. The reader sets a cell back to kAbsent.
 constexpr u32 kAbsent = 0xffffffff;
 
 struct AllReduceNorm : AllReduce {
@@ -111,7 +112,7 @@ struct AllReduceNorm : AllReduce {
 };
 
 DEVICE u32 present(u32 pair) { return pair == kAbsent ? 0x7fff7fff : pair; }
-// What device `from` has sent to a cell, which is free for another sum afterwards.
+// Receives a cell from device `from` and frees it for another sum.
 DEVICE uint4 take_pairs(const AllReduce &a, uint4 *cell, int from, i64 limit, bool failed) {
     const uint4 v = receive(a, cell, from, limit, failed, [](uint4 v) {
         return v.x != kAbsent && v.y != kAbsent && v.z != kAbsent && v.w != kAbsent;
@@ -129,10 +130,10 @@ DEVICE uint4 round_to_pairs(const float (&v)[8]) {
 DEVICE void store8(float *p, const float (&v)[8]) {
     store4(p, make_float4(v[0], v[1], v[2], v[3])), store4(p + 4, make_float4(v[4], v[5], v[6], v[7]));
 }
-// The sum, and the norm of the residual after it. Each device adds the rows that it owns, whose parts the others send to it,
-// and sends the sums back, in bfloat16. Two devices own all rows and send each other everything, as sums would be as many
-// bytes and come later. Every device then has the whole residual. A block of 256 threads for each of `cells` rows waits for
-// the same block of other devices alone.
+// Adds the sum to the residual, then norms the residual. Each row has an owner: the peers send it their parts; it adds them and
+// sends the sum back in bfloat16. Two devices both own all rows and send each other all parts: sums would be as many bytes and
+// arrive later. Every device then has the whole residual. One block of 256 threads per row (`cells` rows). A block waits only
+// for the same block of other devices.
 template <int N, int H> DEVICE void all_reduce_norm(const AllReduceNorm &a) {
     constexpr int CELLS = H / 8, EACH = (CELLS + 255) / 256;
     static_assert(H % 8 == 0);
@@ -179,7 +180,7 @@ template <int N, int H> DEVICE void all_reduce_norm(const AllReduceNorm &a) {
                 add_pairs(sum, rounded);
             }
         } else {
-            // the owner may wait for a third device, which is the one to report
+            // twice the limit: the owner may wait for a third device, and must report that one first
             add_pairs(sum, take_pairs(a, sums(box, owner) + i, owner, 2 * a.limit, failed));
         }
         const float old[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};

@@ -1,26 +1,27 @@
-// Attention over paged K/V for rows that decode. Page p of a row belongs to part p mod parts, whatever the row's
-// length, and the block that is the last to end a token's parts joins them in their order: a token's sums have one order.
-// Of a row of several tokens each has blocks of its own, which make the keys and values of those before it themselves.
+// Attention over paged K/V for decode rows, with split contexts. Page p of a row belongs to part p mod parts, whatever the
+// length of the row. A block computes one part for a token and K/V head. The last block to end merges the parts in their order,
+// so that a token's sums have one order. In a row of several tokens, each token has its own blocks, which compute the new keys
+// and values before it themselves.
 
-enum { kGated = 1, kNormed = 2, kBiased = 4 };  // forms of attention layers, which may be combined
+enum { kGated = 1, kNormed = 2, kBiased = 4 };  // features of attention layers; FORM combines them
 
 struct Attention {
     const void *proj;    // [T, stride]: per head query and, if kGated, gate; then keys, then values
     const float *query_norm, *key_norm;  // [D]; null unless kNormed
     const float *bias;   // [stride], added to the projections; null unless kBiased
-    const float *turns;  // [T, rotary]: cosines, then sines, of half the rotary dimensions each
-    u16 *keys, *values;  // [pages, PAGE, kv_heads, D], of the type KV
-    float *mixed;        // [T, heads, parts, D]: not divided by the part's mass
-    float *mass;         // [T, heads, parts, 2]: the part's highest score, its mass
+    const float *turns;  // [T, rotary]: rotary / 2 cosines, then rotary / 2 sines
+    u16 *keys, *values;  // [pages, PAGE, kv_heads, D] of type KV
+    float *mixed;        // [T, heads, parts, D]: each part's output, not divided by its mass
+    float *mass;         // [T, heads, parts, 2]: each part's highest score and its mass (softmax denominator)
     u16 *y;              // [T, heads * D]
-    int *ended;          // [T, kv_heads]: parts that have ended; zero before and after
+    int *ended;          // [T, kv_heads]: parts that have ended; zero before and after the kernel
     const i64 *count, *starts, *done, *pages;
     float eps;
-    int heads, kv_heads, stride, rotary, width, parts;  // width: pages of a row in the table; parts: a power
-                                                         // of 2; not 1 if rows have several tokens, at most 16
+    int heads, kv_heads, stride, rotary, width, parts;  // width: pages per row of the table. parts: a power
+                                                         // of 2, at most 64; not 1 if rows have several tokens (at most 16)
 };
 
-// A lane's elements of a head's vector. bias: of the vector, if the layer has one.
+// Loads a lane's elements of a head vector. bias: of these elements, added if kBiased.
 template <int FORM, int N, class In> DEVICE void load_head(float (&v)[N], const In *from, const float *bias) {
     load_all<N>(v, from);
     if constexpr (FORM & kBiased) {
@@ -30,8 +31,8 @@ template <int FORM, int N, class In> DEVICE void load_head(float (&v)[N], const 
         for (int i = 0; i < N; ++i) v[i] += b[i];
     }
 }
-// A head's vector, normalised and rotated: lane has elements lane * D / 32 ... buffer: D floats of the warp's own. The
-// lane's elements lie all in one half of the rotated ones, or behind.
+// Loads a head vector, norms it if kNormed, and applies the rotary embedding. A lane has elements lane * D / 32 ...; they all
+// lie in one half of the rotary dimensions, or behind them. buffer: D floats, the warp's own.
 template <int D, int FORM, class In>
 DEVICE void turn(float (&v)[D / 32], const In *from, const float *bias, const float *norm, const float *turns, int rotary,
                  float eps, float *buffer) {
@@ -64,8 +65,8 @@ DEVICE void turn(float (&v)[D / 32], const In *from, const float *bias, const fl
     __syncwarp();
 }
 
-// In: of the projections. KV: of keys and values in the pages, as in kv.cuh. WIDTH: columns of a query and its gate. TURN:
-// numbers that a block has at once, a thread four.
+// SHARE: queries per K/V head. In: type of the projections. KV: type of keys and values in the pages, as in kv.cuh. WIDTH:
+// columns of a query and its gate. TURN: numbers that a block processes at once, four per thread.
 template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
     static constexpr int WARPS = 8, N = D / 32, WIDTH = FORM & kGated ? 2 * D : D, TURN = WARPS * 128;
     static constexpr bool INT4 = IS_INT4<KV>;
@@ -78,7 +79,7 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
     };
     const Attention &a;
     Shared &m;
-    int part, kv, token, start, done, position, all, tid, warp, lane;  // all: parts that the token has
+    int part, kv, token, start, done, position, all, tid, warp, lane;  // all: number of the token's parts
     bool active;
     const i64 *table;
 
@@ -97,20 +98,20 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
     DEVICE i64 place(i64 page, int position) const {
         return ((page * PAGE + position % PAGE) * a.kv_heads + kv) * D + lane * N;
     }
-    // Where the lane's number i of a query lies: 16 bytes of all lanes side by side, which no two banks have at once.
+    // Index of the lane's element i of a query in shared memory. 16 bytes of all lanes lie side by side: no bank conflicts.
     DEVICE int own_query(int i) const { return N <= 4 ? lane * N + i : i / 4 * 128 + lane * 4 + i % 4; }
     DEVICE KV *keys() const { return (KV *)a.keys; }
     DEVICE KV *values() const { return (KV *)a.values; }
     DEVICE const In *input(int token) const { return (const In *)a.proj + i64(token) * a.stride; }
-    // The last page that this part has of the token's, and a warp's two positions of a page.
+    // The token's last page in this part; the first of the warp's two positions in a page.
     DEVICE int last_page() const { return position / PAGE - ((position / PAGE - part) & (a.parts - 1)); }
     DEVICE int first_of(int page) const { return page * PAGE + warp * 2; }
     DEVICE bool is_new(int p) const { return p >= done && p <= position; }
-    // The warp's own room for two new keys and values, where its sums will be.
+    // The warp's own buffer for two new keys and values. Its accumulators overwrite it later.
     DEVICE u32 *fresh(int h, int value) const {
         return (u32 *)m.buffers[warp][1] + ((h * 2 + value) * 32 + lane) * Key::WORDS;
     }
-    // page: where it is stored; negative: nowhere.
+    // Rounds a new key or value and keeps it in `fresh`. page: stores it there, too, unless negative.
     template <class Kept> DEVICE void keep(int h, int value, float (&v)[N], i64 page, int p) {
         u32 *const to = fresh(h, value);
         Kept kept;
@@ -122,8 +123,8 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
         if constexpr (INT4) kept.write((u8 *)(value ? a.values : a.keys), page * PAGE + p % PAGE, kv, a.kv_heads);
         else store_all<N>((value ? values() : keys()) + place(page, p), v);
     }
-    // The token's queries, a warp for each, and the new keys and values of this part, a warp for two. The token's own are
-    // stored.
+    // Prepares the token's queries, one per warp, and the new keys and values of this part, two per warp. Only the token's own
+    // key and value are stored to the page.
     DEVICE void prepare() {
         const int own = position % PAGE / 2;
         for (int job = (warp - own - 1) & (WARPS - 1); job < SHARE; job += WARPS) {
@@ -149,7 +150,7 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
             keep<Value>(h, 1, v, page, p);
         }
     }
-    // A warp's two keys and values of a page that earlier steps have stored; zeros for others. where: the page.
+    // Loads the warp's two keys and values of a page; zeros unless earlier steps stored them. where: the page in the pool.
     DEVICE void fetch(int page, i64 where, Key (&key)[2], Value (&value)[2]) {
         const int first = first_of(page);
         if constexpr (INT4) {
@@ -178,7 +179,7 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
         for (int h = 0; h < 2; ++h)
             if (is_new(first_of(page) + h)) key[h].take(fresh(h, 0)), value[h].take(fresh(h, 1));
     }
-    // This part's share of one token's attention.
+    // Computes this part of the token's attention.
     DEVICE void attend(Key (&key)[2], Value (&value)[2]) {
         float acc[SHARE][N], best[SHARE], mass[SHARE];
 #pragma unroll
@@ -196,7 +197,7 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
             next = page_of(page + 2 * a.parts);
             if (page + a.parts > position / PAGE) fetch_new(page, key, value);
             if (first <= position) {
-                float scores[2 * SHARE];  // of both keys
+                float scores[2 * SHARE];  // of both keys, per query
 #pragma unroll
                 for (int g = 0; g < SHARE; ++g) {
                     float one = 0, two = 0;
@@ -261,19 +262,19 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
         const int column = (kv * SHARE + g) * WIDTH + D + d;
         if constexpr (FORM & kGated) load_head<FORM>(gate, input(token) + column, a.bias + column);
     }
-    // Four columns of a query's output.
+    // Gates and writes four columns of a query's output.
     DEVICE void finish(int g, int d, const float (&sum)[4], const float (&gate)[4]) {
         float v[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) v[i] = FORM & kGated ? sum[i] * sigmoid(gate[i]) : sum[i];
         store_all<4>(a.y + i64(token) * (a.heads * D) + (kv * SHARE + g) * D + d, v);
     }
-    // Four columns of a query's sums over all parts. Those of rotated values wait where the queries were.
+    // Four columns of a query's output over all parts. Int4: they replace the query until `finish_rotated`.
     DEVICE void settle(int g, int d, const float (&sum)[4], const float (&gate)[4]) {
         if constexpr (INT4) *(float4 *)&m.query[g][d] = make_float4(sum[0], sum[1], sum[2], sum[3]);
         else finish(g, d, sum, gate);
     }
-    // A warp for each query.
+    // Rotates the outputs back and writes them, one warp per query.
     DEVICE void finish_rotated() {
         if constexpr (INT4) {
             __syncthreads();
@@ -291,7 +292,7 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
             }
         }
     }
-    // The last block of a token's K/V head joins what all have found.
+    // The block that ends last for a token and K/V head merges all parts.
     DEVICE void join() {
         const int own = tid * 4;
         float gate[4] = {};
@@ -305,7 +306,7 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
         const i64 at = (i64(token) * a.heads + kv * SHARE) * a.parts;
         constexpr int AHEAD = 16;
         float4 found[AHEAD];
-        const auto read = [&](int o, int from) {  // so many parts at once
+        const auto read = [&](int o, int from) {  // loads AHEAD parts
             const float *const first = a.mixed + (at + o / D * a.parts + from) * D + o % D;
 #pragma unroll
             for (int p = 0; p < AHEAD; ++p)
@@ -313,7 +314,7 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
         };
         read(own, 0);
 #pragma unroll 1
-        for (int g = warp; g < SHARE; g += WARPS) {  // what each part counts for
+        for (int g = warp; g < SHARE; g += WARPS) {  // weights of the parts
             const float *mass = a.mass + (at + g * a.parts) * 2;
             float top[2], own[2], high = -1e30f;
 #pragma unroll
@@ -348,7 +349,7 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
     DEVICE void run() {
         Key key[2];
         Value value[2];
-        if (active) fetch(part, page_of(part), key, value);  // what earlier steps have stored can be read at once
+        if (active) fetch(part, page_of(part), key, value);  // K/V of earlier steps may be read before `wait`
         if (FORM & kNormed && tid * 32 < D) prefetch(a.query_norm + tid * 32), prefetch(a.key_norm + tid * 32);
         wait();
         if (!active) return;
@@ -359,11 +360,11 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
     }
 };
 
-// Grid [parts * K/V heads * T or more], 256 threads.
+// Grid [parts * kv_heads * T or more], 256 threads.
 template <int D, int SHARE, class In, class KV, int FORM> DEVICE void attention(const Attention &a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     __shared__ typename Attend<D, SHARE, In, KV, FORM>::Shared shared;
-#else  // where a kernel has 48 KB of its own, and gets more only when it is launched (kernel_config.py)
+#else  // static shared memory is limited to 48 KB; more is dynamic, set at launch (kernel_config.py)
     extern __shared__ __align__(16) char room[];
     auto &shared = *(typename Attend<D, SHARE, In, KV, FORM>::Shared *)room;
 #endif

@@ -1,4 +1,4 @@
-// What all kernels share. No headers, so that NVRTC compiles this without a toolkit.
+// Helpers of all kernels. They include no headers, so that NVRTC compiles them without a CUDA toolkit.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -7,19 +7,19 @@ typedef long long i64;
 #define DEVICE __device__ __forceinline__
 #define PAGE 16
 
-// Every product of a step of few rows has one block for each multiprocessor, of less than half its registers and of more
-// than a third of its shared memory, and a block without work waits all the same. So the next product's blocks, which start
-// early, come to lie one on each, beside these, and the small blocks of what is between two products find room, too. Else
-// two of a product's blocks would share a multiprocessor and take twice as long.
+// In a step of few rows, every product has one block per multiprocessor. A block takes less than half of the registers and
+// more than a third of the shared memory, and waits even if it has no work. So the blocks of the next product, which start
+// early, are placed one per multiprocessor beside the current ones, and the small blocks of the kernels in between still fit.
+// Otherwise two blocks of a product would share a multiprocessor and take twice as long.
 
-// The next kernel of the stream may start: it waits itself, with `wait`, before it touches what this one writes.
+// Lets the next kernel of the stream start. That kernel calls `wait` before it accesses what this one writes.
 DEVICE void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// Until all that came before in the stream is done and visible. Before it only what no kernel of a step writes may be
-// read: weights, the step's integers, and what the layer itself wrote in the step before.
+// Waits until all earlier kernels of the stream have ended and their writes are visible. Before this call, a kernel may only
+// read data that no earlier kernel of the step writes: weights, the step's integers, what the layer wrote in the last step.
 DEVICE void wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -45,8 +45,8 @@ DEVICE float warp_sum(float v) {
     for (int i = 16; i; i >>= 1) v += __shfl_xor_sync(~0u, v, i);
     return v;
 }
-// Several sums, bit for bit those of `warp_sum`: as soon as a half of the lanes has a half of them to itself, nobody makes
-// one that another one makes.
+// Computes COUNT warp sums with the bits of `warp_sum`. There, both lanes of a pair compute the same sums. Here, each lane of a
+// pair computes one half of them, until it has a single sum.
 template <int COUNT> DEVICE void warp_sums(float (&sums)[COUNT]) {
     constexpr int EACH = COUNT % 16 == 0 ? 16 : COUNT % 8 == 0 ? 8 : COUNT % 4 == 0 ? 4 : 2;
     static_assert(COUNT % 2 == 0);
@@ -75,7 +75,7 @@ DEVICE u32 warp_max(u32 v) {
     asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(v));
     return r;
 }
-// Denormal numbers are zero here, which costs nothing but spares instructions.
+// Flushes denormal numbers to zero, which saves instructions and does no harm.
 DEVICE float exponential(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
@@ -88,11 +88,11 @@ DEVICE float reciprocal(float x) {
 }
 DEVICE float sigmoid(float x) { return reciprocal(1.f + exponential(-x)); }
 DEVICE float silu(float x) { return x * sigmoid(x); }
-// Activations: written by kernels that may still be running when this one starts, so never from the first-level cache.
+// Loads activations. They bypass L1, because the kernel that writes them may still run when this one starts.
 DEVICE float load(const float *p) { return __ldcg(p); }
 DEVICE float load(const u16 *p) { return wide(__ldcg(p)); }
 DEVICE float4 load4(const float *p) { return __ldcg((const float4 *)p); }
-// One store of 16 bytes, as the compiler, left to itself, makes four of it. policy: of `read_once`.
+// Stores 16 bytes by one instruction; the compiler alone makes four. policy: from `read_once`.
 DEVICE void store4_once(float *p, float4 v, u64 policy) {
     asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1,%2,%3,%4}, %5;"
                  :: "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "l"(policy) : "memory");
@@ -100,14 +100,14 @@ DEVICE void store4_once(float *p, float4 v, u64 policy) {
 DEVICE void store4(float *p, float4 v) {
     asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" :: "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
-// By one thread of a block, between two barriers: how many blocks have counted before. What they wrote before is seen by
-// who comes last.
+// Counts a block and returns how many counted before it. One thread of a block calls it, between two block barriers. The last
+// block sees what the others wrote before they counted.
 DEVICE int count_up(int *p) {
     int before;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
     return before;
 }
-// What other devices, or the host, read and write at any time. 16 bytes come in one store.
+// Accesses to memory that other devices or the host read and write at any time. One instruction stores 16 bytes.
 DEVICE void store_volatile(uint4 *p, u32 x, u32 y, u32 z, u32 w) {
     asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" :: "l"(p), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
@@ -127,20 +127,20 @@ DEVICE u64 nanoseconds() {
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(v) :: "memory");
     return v;
 }
-// For data that nobody reads again soon: it shall not push other data out of the second-level cache.
+// L2 policy (evict first) for data that is not read again soon, so that it does not evict other data from L2.
 DEVICE u64 read_once() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-// A load that does not push other data out of the caches. policy: of `read_once`.
+// Loads without evicting other data from L1 and L2. policy: from `read_once`.
 DEVICE float4 load4_once(const float *p, u64 policy) {
     float4 v;
     asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.f32 {%0,%1,%2,%3}, [%4], %5;"
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p), "l"(policy));
     return v;
 }
-// The same of four bfloat16 numbers, to which a state may be rounded when it is written.
+// The same for four bfloat16 numbers. States may be rounded to bfloat16 when they are written.
 DEVICE float4 wide4(uint2 v) { return make_float4(low(v.x), high(v.x), low(v.y), high(v.y)); }
 DEVICE void store4_once(u16 *p, float4 v, u64 policy) {
     asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1,%2}, %3;"
@@ -152,7 +152,7 @@ DEVICE float4 load4_once(const u16 *p, u64 policy) {
                  : "=r"(v.x), "=r"(v.y) : "l"(p), "l"(policy));
     return wide4(v);
 }
-// One number of a state.
+// Stores one number of a state.
 DEVICE void put(float *p, float v) { *p = v; }
 DEVICE void put(u16 *p, float v) { *p = narrow(v); }
 DEVICE uint4 load8(const u16 *p) { return __ldcg((const uint4 *)p); }
@@ -167,7 +167,7 @@ DEVICE uint2 load_shared2(u32 p) {
     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
     return v;
 }
-// Four numbers of a state that was copied there.
+// Loads four numbers of a state that was copied to shared memory.
 DEVICE float4 take4(const float *p) { return *(const float4 *)p; }
 DEVICE float4 take4(const u16 *p) { return wide4(*(const uint2 *)p); }
 DEVICE u32 load_shared1(u32 p) {
@@ -180,27 +180,27 @@ DEVICE u32 load_shared_half(u32 p) {
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(p) : "memory");
     return v;
 }
-// The compiler no longer knows what it has worked out of it.
+// Hides the value from the compiler, so that it does not keep results that it derived from the value.
 DEVICE void forget(u32 &v) { asm volatile("" : "+r"(v)); }
 DEVICE void forget(uint4 &v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)); }
-// Floats from token to token of heads that are yet to be normed: so many columns, and squares of their slices.
+// Floats from token to token in outputs of split heads before their norm: `columns` numbers, then each slice's sum of squares.
 constexpr __device__ int heads_stride(int columns, int slice) { return (columns + columns / slice + 3) / 4 * 4; }
-// Of the warps that multiply.
+// Barrier of the eight multiplying warps.
 DEVICE void meet_eight_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
-// Of the warps that copy.
+// Barrier of the copying warps.
 template <int WARPS> DEVICE void meet_copying_warps() {
     if constexpr (WARPS > 1) asm volatile("bar.sync 2, %0;" :: "n"(WARPS * 32) : "memory");
     __syncwarp();
 }
-// A copy to shared memory that nobody waits for before `await_copies`.
+// Starts an asynchronous copy to shared memory. `await_copies` waits for it.
 template <int BYTES> DEVICE void copy_async(u32 to, const void *from) {
-    if constexpr (BYTES == 16)  // past the first-level cache
+    if constexpr (BYTES == 16)  // bypasses L1
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
     else
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(to), "l"(from), "n"(BYTES) : "memory");
 }
 DEVICE void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-// The row that a token belongs to, found by a whole warp; no less than `rows` for tokens that only fill a bucket up.
+// Returns the row of a token; at least `rows` for tokens that pad a bucket. A whole warp calls it.
 DEVICE int row_of(const i64 *starts, int rows, int token) {
     int row = 0, before = 32;
     for (int i = threadIdx.x & 31; before == 32; i += 32)
@@ -208,7 +208,7 @@ DEVICE int row_of(const i64 *starts, int rows, int token) {
     return row;
 }
 DEVICE void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
-// Barriers in shared memory that copies report to.
+// Barriers (mbarrier) in shared memory, at which copies signal their completion.
 #if __CUDA_ARCH__ >= 900
 DEVICE void init_barrier(u32 barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
@@ -220,8 +220,8 @@ DEVICE void expect_bytes(u32 barrier, int bytes) {
 DEVICE void arrive_barrier(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
-// Plain reads of shared memory that copies write to next are done. Copies are of another proxy, so that a barrier alone does
-// not keep them behind reads (PTX ISA, proxies): without this, reads that were on their way have seen what was copied.
+// Orders plain reads of shared memory before later bulk copies to it. Bulk copies use another proxy, so that a barrier alone
+// does not order them after reads (PTX ISA, proxies): without this fence, reads in flight returned what was copied.
 DEVICE void end_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void await_barrier(u32 barrier, u32 parity) {
     u32 done;
@@ -233,12 +233,12 @@ DEVICE void bulk_copy(u32 to, const void *from, int bytes, u32 barrier, u64 poli
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
-// Of what others read, too, or what is soon written.
+// Without an L2 policy: for data that other blocks read, too, or that is written soon.
 DEVICE void bulk_copy_kept(u32 to, const void *from, int bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-#else  // a whole warp copies; reads need no fence, as these copies are of the same proxy
+#else  // cp.async: a whole warp copies. Reads need no fence, because these copies use the same proxy
 DEVICE void init_barrier(u32 barrier, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
 }
@@ -254,37 +254,37 @@ DEVICE void await_barrier(u32 barrier, u32 parity) {
                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
     while (!done);
 }
-// By a whole warp: 16 bytes each at a time.
+// A whole warp calls it. Each lane copies 16 bytes at a time.
 DEVICE void bulk_copy_kept(u32 to, const void *from, int bytes, u32) {
 #pragma unroll 4
     for (int at = (threadIdx.x & 31) * 16; at < bytes; at += 512) copy_async<16>(to + at, (const char *)from + at);
 }
-// Without its policy: of cp.async with one, ptxas makes illegal instructions (triton-lang/triton, pull request 11660).
+// Ignores the policy: ptxas makes illegal instructions from cp.async with one (triton-lang/triton, pull request 11660).
 DEVICE void bulk_copy(u32 to, const void *from, int bytes, u32 barrier, u64) { bulk_copy_kept(to, from, bytes, barrier); }
 #endif
-// Called by a warp that has read its slot. The copying warp waits for the barrier before it writes to the slot again.
+// A warp calls it after it has read its slot. The copying warp waits for the barrier before it writes to the slot again.
 DEVICE void release_slot(u32 barrier) {
     end_reads();
     __syncwarp();
     if ((threadIdx.x & 31) == 0) arrive_barrier(barrier);
 }
-// Copiers call `bulk_copy`: the thread `first` where the card copies in bulk, else all of its warp, 16 bytes a lane. The
-// barrier of a slot expects so many arrivals.
+// Copiers are the threads that call `bulk_copy`: only the thread `first` on a card with bulk copies, otherwise its whole warp,
+// 16 bytes a lane. The barrier of a slot expects COPIERS arrivals.
 constexpr __device__ bool BULK_COPIES = __CUDA_ARCH__ >= 900;
 constexpr __device__ int COPIERS = BULK_COPIES ? 1 : 32;
 DEVICE bool is_copier(int first) { return BULK_COPIES ? threadIdx.x == first : threadIdx.x >> 5 == first >> 5; }
 DEVICE void meet_copiers() {
     if constexpr (!BULK_COPIES) __syncwarp();
 }
-// By all copiers, after the last copy that a barrier waits for: it arrives when their copies are there.
+// All copiers call it after the last copy that a barrier waits for. With cp.async, they arrive when their copies are complete.
 DEVICE void end_copies(u32 barrier) {
     if constexpr (!BULK_COPIES) asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
 }
-// Before a copier ends.
+// A copier calls it before it ends.
 DEVICE void await_own_copies() {
     if constexpr (!BULK_COPIES) await_copies();
 }
-// By a whole warp: the copy of each lane that has one.
+// A whole warp calls these. Each lane with `has` has one copy.
 #if __CUDA_ARCH__ >= 900
 #define COPY_EACH(has, to, from, bytes, barrier, policy) \
     if (has) bulk_copy(to, from, bytes, barrier, policy)
@@ -312,7 +312,8 @@ DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 constexpr int BYTES_BIAS = 0x4b400000;
-// Whole numbers of eight bits, of the first matrix with a sign or without; sums come with the bits of the float 12,582,912.
+// Multiplies 8-bit integers. Those of the first matrix are signed or unsigned (SIGNED). With `fresh`, sums start at BYTES_BIAS,
+// the bits of the float 12,582,912: read as a float, a sum s is 12,582,912 + s.
 template <bool SIGNED> DEVICE void multiply_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, bool fresh) {
     const int c0 = fresh ? BYTES_BIAS : d[0], c1 = fresh ? BYTES_BIAS : d[1], c2 = fresh ? BYTES_BIAS : d[2], c3 = fresh ? BYTES_BIAS : d[3];
     if constexpr (SIGNED)
@@ -324,7 +325,7 @@ template <bool SIGNED> DEVICE void multiply_bytes(int (&d)[4], u32 a0, u32 a1, u
             : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
 }
-// The same of half as many columns.
+// The same for half as many columns, always with fresh sums.
 template <bool SIGNED> DEVICE void multiply_half(int (&d)[4], u32 a0, u32 a1, u32 b) {
     if constexpr (SIGNED)
         asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
@@ -333,13 +334,13 @@ template <bool SIGNED> DEVICE void multiply_half(int (&d)[4], u32 a0, u32 a1, u3
         asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
             : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(a0), "r"(a1), "r"(b), "r"(BYTES_BIAS));
 }
-// Four products of such numbers, added to a sum; of the first ones with a sign or without.
+// Adds four products of such integers to a sum. Those in `a` are signed or unsigned (SIGNED).
 template <bool SIGNED> DEVICE int multiply_four(u32 a, u32 b, int sum) {
     if constexpr (SIGNED) asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(a), "r"(b));
     else asm("dp4a.u32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(a), "r"(b));
     return sum;
 }
-// x & mask | bits in one instruction.
+// Returns x & mask | bits by one instruction.
 DEVICE u32 select(u32 x, u32 mask, u32 bits) {
     u32 r;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(x), "r"(mask), "r"(bits));
@@ -350,7 +351,7 @@ DEVICE float half_of(u32 x) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(u16(x)));
     return r;
 }
-// N consecutive numbers at once: N is 2, 4 or 8.
+// Loads N consecutive numbers by vector loads: N is 2, 4 or 8.
 template <int N> DEVICE void load_all(float (&v)[N], const float *p) {
     if constexpr (N == 2) {
         const float2 x = __ldcg((const float2 *)p);

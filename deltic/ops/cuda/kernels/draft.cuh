@@ -1,27 +1,27 @@
-// A draft head (multi-token prediction): what lies between the products of its layer, and how its drafts go on from what
-// the model has drawn.
+// Kernels of a draft head (multi-token prediction): those between the products of its layer, and `accept`, which compares
+// drafts with the model's draws and prepares the next drafts.
 
 struct HeadEnter {
     const i64 *ids, *positions;   // [T], [3, T]
-    const u16 *embedding;         // [V, H]; null: `embedded` has the tokens' rows
+    const u16 *embedding;         // [V, H]; null: `embedded` has the tokens' embeddings
     const float *embedded;        // [T, H]
     const float *norm_embedding, *norm_hidden;
-    const float *hidden;          // [T, H]: what the model gave for the tokens, or the head for those before
-    const float *norm;            // [H]: the hidden states are yet to be normed with it; null: they are
-    float *slots;                 // [S, H]: what the model gave for the token before a row; null: `hidden` is of those before
-    const float *kept;            // [N, H]: what the model gave in the step before
-    const i64 *taken;             // [R]: the tokens of `kept` whose hidden states the slots get first; -1: none. May be null
+    const float *hidden;          // [T, H]: hidden states: the model's of the tokens, or the head's of the tokens before
+    const float *norm;            // [H]: scale of a norm to apply to `hidden` first; null: none
+    float *slots;                 // [S, H]: the model's hidden state of the token before a row; null: `hidden` is the head's
+    const float *kept;            // [N, H]: the model's hidden states of the last step
+    const i64 *taken;             // [R]: index in `kept` of the state to copy to the row's slot first; -1: none. May be null
     const float *frequencies;     // [rotary / 2]
     const i64 *axes;              // [rotary / 2]
     const i64 *count, *starts, *done, *source;
-    u16 *x;                       // [T, 2 H]: the embedding, then the hidden state before it, normed each
+    u16 *x;                       // [T, 2 H]: the normed embedding, then the normed hidden state of the token before
     float *turns;                 // [T, rotary]
-    float *last;                  // [T, H]: where `hidden` is kept; null: nowhere
-    float eps, factor;            // factor: of cosines and sines
+    float *last;                  // [T, H]: receives a copy of `hidden`; null: no copy
+    float eps, factor;            // factor: scales cosines and sines
     int size, rotary, tokens;     // size: H
 };
 
-// The sum of a block of 256 threads. red: 8 floats.
+// Sums over a block of 256 threads. red: 8 floats of shared memory.
 DEVICE float block_sum(float v, float *red) {
     v = warp_sum(v);
     __syncthreads();
@@ -38,7 +38,7 @@ DEVICE float4 scaled(float4 v, float factor, const float *norm) {
     return make_float4(v.x * factor * n.x, v.y * factor * n.y, v.z * factor * n.z, v.w * factor * n.w);
 }
 
-// A block of 256 threads for each token. SIZE: H.
+// One block of 256 threads per token. SIZE: H.
 template <int SIZE> DEVICE void head_enter(const HeadEnter &a) {
     constexpr int PASSES = (SIZE + 1023) / 1024;
     __shared__ float red[8];
@@ -102,13 +102,13 @@ struct HeadKeys {
     const float *key_norm;
     const float *turns;     // [T, rotary]
     const float *last;      // [T, H]
-    float *slots;           // [S, H]: get the hidden states of the rows' last tokens, but for rows with drafts
-    u16 *keys, *values;     // [pages, PAGE, kv_heads, D], of the type KV
+    float *slots;           // [S, H]: receives the hidden state of each row's last token, except of rows with drafts
+    u16 *keys, *values;     // [pages, PAGE, kv_heads, D] of type KV
     const i64 *count, *starts, *done, *target, *append, *pages;
     float eps;
     int kv_heads, stride, rotary, width, size;
 };
-// Keys and values of all tokens. A block of 256 threads for each.
+// Stores keys and values of all tokens. One block of 256 threads per token.
 template <int D, class In, class KV> DEVICE void head_keys(const HeadKeys &a) {
     constexpr int N = D / 32;
     __shared__ float buffers[8][D];
@@ -135,14 +135,15 @@ template <int D, class In, class KV> DEVICE void head_keys(const HeadKeys &a) {
 
 struct Accept {
     const i64 *count, *ids, *starts, *done, *positions, *source, *pages;  // of the step
-    const i64 *chosen;         // [T]: what the model has drawn after each of its tokens; null: drafts follow the rows' tokens
-    const i64 *keys;           // [R, key_width]: of the draws after the row's first token and those that follow
-    const float *temperature;  // [T]; if nothing was chosen [R, key_width]
-    i64 *next;                 // the numbers of the drafts that follow, as `mtp.py` lays them out
-    i64 *accepted;             // [rows, 2]: the next token, and the cursor before it
+    const i64 *chosen;         // [T]: the token that the model drew after each token; null: drafts follow the rows' tokens
+    const i64 *keys;           // [R, key_width]: of the draws after the row's first token and the following ones
+    const float *temperature;  // [T]; if `chosen` is null [R, key_width]
+    i64 *next;                 // receives the integers of the next drafts, in the layout of `mtp.py`
+    i64 *accepted;             // [rows, 2]: the token that the drafts follow, and its position
     int tokens, rows, drafts, width, key_width;  // tokens, rows: of the step's bucket, which the drafts share
 };
-// Which drafts the model itself has drawn; what comes after the last of them is drafted next. A block for each row.
+// Accepts the leading drafts that equal the model's draws. The next drafts follow the model's draw after them. One block per
+// row.
 DEVICE void accept(const Accept &a) {
     const int row = blockIdx.x, rows = int(*a.count), real = min(row, rows - 1);
     const int start = int(a.starts[real]), chunk = int(a.starts[real + 1]) - start;
@@ -150,7 +151,7 @@ DEVICE void accept(const Accept &a) {
     while (a.chosen && right + 1 < chunk && a.chosen[start + right] == a.ids[start + right + 1]) ++right;
     const i64 done = a.done[real] + right + 1, slot = a.source[real];
     const i64 token = a.chosen ? a.chosen[start + right] : a.ids[start];
-    // count, ids, starts, source, then for each draft positions, done, keys; temperature, taken, pages
+    // layout of `next`: count, ids, starts, source; positions, done, keys of each draft; temperature, taken, pages
     i64 *ids = a.next + 1, *starts = ids + a.rows, *source = starts + a.rows + 1, *each = source + a.rows;
     const int step = 5 * a.rows;
     float *temperature = (float *)(each + i64(a.drafts) * step);

@@ -1,15 +1,15 @@
-// What lies between the products of an encoder's layer.
+// The kernel between the products of an encoder layer.
 
 struct ResidualNorm {
     const u16 *x, *delta;      // [T, H]: the residual stream, and what is added to it
     const u16 *scale, *shift;  // [H]
-    u16 *y;                    // [T, H]; may be x or delta
+    u16 *y;                    // [T, H]; may alias x or delta
     float eps;
     int tokens;
 };
-// Layer norm of the sum, a warp for each token. Sums are float32, in one order whatever the batch is.
+// Writes the layer norm of x + delta. One warp per token. Sums are float32; their order does not depend on the batch.
 template <int HIDDEN> DEVICE void residual_norm(const ResidualNorm &a) {
-    constexpr int kParts = (HIDDEN + 255) / 256;  // of 8 numbers of each lane
+    constexpr int kParts = (HIDDEN + 255) / 256;  // of 256 columns, 8 per lane
     launch_dependents();
     const int token = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x & 31;
     if (token >= a.tokens) return;

@@ -1,16 +1,16 @@
-// Keys and values as they lie in the pages: bfloat16 (u16); float8 e4m3 (u8), which has no infinity: numbers beyond its
-// largest one, 448, become that one; or rotated and rounded to four or five bits (Int4), as deltic/ops/kv.py describes.
-// Whichever kernel writes them rounds the same float32 number once.
+// Types of keys and values in the pages: bfloat16 (u16), float8 e4m3 (u8), or Int4: rotated and rounded to four or five bits,
+// as deltic/ops/kv.py describes. e4m3 has no infinity: numbers beyond its largest one, 448, become 448. Every kernel that
+// writes K/V rounds the same float32 number once.
 
-// To the nearest e4m3 number, of two as near the even one.
+// Rounds to the nearest e4m3 number, ties to even.
 DEVICE u32 round_e4m3(float x) {
     const u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80, size = bits & 0x7fffffff;
-    if (size > 0x7f800000) return 0x7f;  // not a number
+    if (size > 0x7f800000) return 0x7f;  // NaN
     if (size >= 0x43e00000) return sign | 0x7e;
-    if (size < 0x3c800000) return sign | u32(__float2int_rn(__uint_as_float(size) * 512.f));  // multiples of 2^-9
+    if (size < 0x3c800000) return sign | u32(__float2int_rn(__uint_as_float(size) * 512.f));  // subnormal: multiples of 2^-9
     return sign | ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - 960;
 }
-// Two of them, the first in the lower byte.
+// Rounds two numbers. The first one is in the lower byte.
 DEVICE u32 narrow2_e4m3(float lo, float hi) {
 #if __CUDA_ARCH__ >= 890
     u16 r;
@@ -20,11 +20,11 @@ DEVICE u32 narrow2_e4m3(float lo, float hi) {
     return round_e4m3(lo) | round_e4m3(hi) << 8;
 #endif
 }
-// The number in the lowest byte. Its bits are those of a half that is 256 times smaller.
+// Widens the number in the lowest byte. Its bits are those of a half that is 256 times smaller.
 DEVICE float spread_e4m3(u32 x) {
     return (x & 0x7f) == 0x7f ? __uint_as_float(0x7fffffff) : half_of((x & 0x80) << 8 | (x & 0x7f) << 7) * 256.f;
 }
-// One of the numbers in the lower two bytes.
+// Widens one of the numbers in the lower two bytes.
 DEVICE float wide_e4m3(u32 x, bool second) {
 #if __CUDA_ARCH__ >= 890
     u32 both;
@@ -34,7 +34,7 @@ DEVICE float wide_e4m3(u32 x, bool second) {
     return spread_e4m3(second ? x >> 8 : x);
 #endif
 }
-// N consecutive numbers, four in a word.
+// Loads N consecutive numbers, four per word.
 template <int N> DEVICE void load_words(u32 (&w)[(N + 3) / 4], const u8 *p) {
     if constexpr (N == 2) w[0] = __ldcg((const u16 *)p);
     if constexpr (N == 4) w[0] = __ldcg((const u32 *)p);
@@ -61,7 +61,7 @@ template <int N> DEVICE void store_all(u8 *p, const float (&v)[N]) {
     }
 }
 
-// N numbers of a head, as they lie in the pages.
+// N numbers of a head vector in the type of the pages.
 template <int N, class KV> struct Vector {
     static constexpr bool SMALL = sizeof(KV) == 1;
     static constexpr int WORDS = SMALL ? (N + 3) / 4 : N / 2;
@@ -95,14 +95,14 @@ struct Int4;
 template <class KV> constexpr bool IS_INT4 = false;
 template <> constexpr bool IS_INT4<Int4> = true;
 constexpr int KEY_BITS = 5, VALUE_BITS = 4;
-// Of w = t + t^3 / 2: t is about w times this polynomial of w^2.
+// Inverts w = t + t^3 / 2: t is about w times this polynomial of w^2.
 constexpr float INT4_INVERSE_0 = 0.98277253f, INT4_INVERSE_1 = -0.32738898f, INT4_INVERSE_2 = 0.13833282f,
                 INT4_INVERSE_3 = -0.02469429f;
 
 DEVICE float sign_of(int i) { return __popc(i & i >> 1 & 0x55) & 1 ? -1.f : 1.f; }
 template <int D> constexpr float HADAMARD_FACTOR = D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : 0.0625f;
 
-// The Hadamard transform of D numbers in D / N neighbouring lanes, lane has N consecutive ones; `own`: its place among them.
+// Hadamard transform of D numbers in D / N neighbouring lanes, N consecutive numbers each. own: the lane's place among them.
 template <int D, int N> DEVICE void hadamard(float (&v)[N], int own, u32 mask = ~0u) {
 #pragma unroll
     for (int step = 1; step < N; step *= 2)
@@ -133,14 +133,14 @@ template <int D, int N> DEVICE void rotate_back(float (&v)[N], int own, u32 mask
     for (int i = 0; i < N; ++i) v[i] *= HADAMARD_FACTOR<D> * sign_of(own * N + i);
 }
 
-// A rotated head's numbers, of which a lane of a warp has N. Words: the low four bits of each, then the fifth ones and the
-// scale; with two numbers all in one.
+// A lane's N of the D codes of a rotated head vector. Words: the low four bits of the codes, then their fifth bits and the
+// scale; with N = 2 all in one word.
 template <int D, int BITS> struct Int4Vector {
     static constexpr int N = D / 32, WORDS = N == 2 ? 1 : 2, FIFTHS = N == 2 ? 8 : 0;
     static constexpr float HALF = 1 << BITS - 1, MIDDLE = HALF - 0.75f, TOP = 2 * HALF - 1;
     u32 w[WORDS];
 
-    // Where the parts of a token's head lie.
+    // Byte offsets of a head's low bits, fifth bits and scale in the pool.
     struct Place {
         i64 low, high, scale;
         DEVICE Place(i64 token, int head, int heads) {
@@ -183,13 +183,13 @@ template <int D, int BITS> struct Int4Vector {
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) w[i] = 0;
     }
-    // The level of a code, in units of `scale`: exact.
+    // The level that a code stands for, in units of `scale`; exact.
     DEVICE static float level(float code) {
         const float u = code - MIDDLE;
         return u * (u * u + 2 * HALF * HALF);
     }
-    // t of a number in units of the levels, of which `code` makes the code with a scale of either sign. In both, no product
-    // is joined with a sum, so that all processors round alike.
+    // Returns t for a number in units of the levels. `code` makes the code from t, for a scale of either sign. Neither uses
+    // fused multiply-add, so that all processors round alike.
     DEVICE static float inverse(float x, float factor) {
         float w = __fmul_rn(x, factor);
         w = w < 1.5f ? w : 1.5f, w = w > -1.5f ? w : -1.5f;
@@ -198,17 +198,17 @@ template <int D, int BITS> struct Int4Vector {
         y = __fadd_rn(__fmul_rn(y, square), INT4_INVERSE_1);
         return __fmul_rn(w, __fadd_rn(__fmul_rn(y, square), INT4_INVERSE_0));
     }
-    // As a number behind 2^23, whose lowest bits it is.
+    // Returns 2^23 + code, a float whose lowest bits are the code.
     DEVICE static float code(float t, float sign) {
         float code = __fadd_rn(__fmul_rn(t, sign * HALF), MIDDLE);
         code = code < TOP ? code : TOP, code = code > 0 ? code : 0;
         return __fadd_rn(code, 8388608.f);
     }
-    // By all lanes.
+    // Rounds a head vector. All lanes call it.
     DEVICE void round(const float (&v)[N]) {
         u32 most = 0;
 #pragma unroll
-        for (int i = 0; i < N; ++i) most = max(most, __float_as_uint(v[i]) & 0x7fffffff);  // NaN is the largest
+        for (int i = 0; i < N; ++i) most = max(most, __float_as_uint(v[i]) & 0x7fffffff);  // NaN compares as the largest
         most = __reduce_max_sync(~0u, most);
         float unit = __fdiv_rn(__uint_as_float(most), level(TOP));
         if (unit < 0x1p-100f) unit = 0;
@@ -217,10 +217,10 @@ template <int D, int BITS> struct Int4Vector {
 #pragma unroll
         for (int i = 0; i < N; ++i) x[i] = __fmul_rn(v[i], back), squares[0] = __fadd_rn(squares[0], __fmul_rn(x[i], x[i]));
         warp_sums(squares);
-        float factor = 0, sign = 1, dot = 0, norm = 0;  // of the scale whose levels have the largest cosine with x
+        float factor = 0, sign = 1, dot = 0, norm = 0;  // of the best scale: its levels have the largest cosine with x
 #pragma unroll 1
         for (int turn = 0; turn < 3; ++turn) {
-            float sums[8] = {}, factors[2];  // of two scales with both signs: the levels' products with x and with themselves
+            float sums[8] = {}, factors[2];  // for two scales and both signs: dot products levels * x, levels * levels
 #pragma unroll
             for (int s = 0; s < 2; ++s) {
                 const int parts = turn == 0 ? 22 + 3 * s : turn == 1 ? 28 + 2 * s : 32 + 3 * s;
@@ -255,7 +255,7 @@ template <int D, int BITS> struct Int4Vector {
         if constexpr (N == 2) w[0] = low | rest;
         else w[0] = low, w[1] = rest;
     }
-    // In units of `scale`.
+    // Returns number i in units of `scale`.
     DEVICE float at(int i) const {
         u32 code = w[0] >> 4 * i & 15;
         if constexpr (BITS == 5) code |= (w[WORDS - 1] >> i + FIFTHS & 1) << 4;
@@ -265,7 +265,7 @@ template <int D, int BITS> struct Int4Vector {
     DEVICE float scale() const { return __uint_as_float(w[WORDS - 1] & 0xffff0000); }
 };
 
-// What a lane has of a key and of a value.
+// A lane's part of a key and of a value.
 template <int D, class KV> struct Stored {
     typedef Vector<D / 32, KV> Key;
     typedef Vector<D / 32, KV> Value;
@@ -275,7 +275,7 @@ template <int D> struct Stored<D, Int4> {
     typedef Int4Vector<D, VALUE_BITS> Value;
 };
 
-// Rotates, rounds and stores a head's vector, by all lanes of a warp.
+// Rotates, rounds and stores a head vector. A whole warp calls it.
 template <int D> DEVICE void store_int4(void *pool, bool key, i64 token, int head, int heads, float (&v)[D / 32]) {
     rotate<D>(v, threadIdx.x & 31);
     if (key) {
@@ -295,7 +295,7 @@ struct GatherInt4 {
     const i64 *places;  // [count]
     int count, heads;
 };
-// Keys or values of some tokens, rotated: a warp for each head.
+// Gathers keys or values of some tokens; they stay rotated. One warp per head of a token.
 template <int D, int BITS> DEVICE void gather_int4(const GatherInt4 &a) {
     launch_dependents();
     wait();

@@ -1,27 +1,28 @@
 
-// What adapters (LoRA) add to a product of up to 16 tokens, which may all have other ones: terms[t, n] = sum over r of
-// sums[t, r] * b[n, r], where sums[t, r] = sum over k of x[t, k] * a[r, k]. `shrink` makes the sums, `expand` the terms, and
-// the product that comes next adds them to its own sums.
+// Terms that adapters (LoRA) add to a product of up to 16 tokens, each of which may have another adapter. `shrink` computes
+// sums[t, r] = sum over k of x[t, k] * a[r, k]. `expand` computes terms[t, n] = sum over r of sums[t, r] * b[n, r]. The next
+// product adds the terms to its own sums.
 //
-// The addresses of all a and b lie in a table. A step names an entry of it for each token, so that a recorded graph stays
-// valid while adapters come and go. Both kernels have one block for each multiprocessor, and the three together leave no room for
-// the block of the next product. So that one comes to lie where a block of the product before ends: one on each.
+// A table holds the addresses of all a and b. A step names a table entry for each token, so that a recorded graph stays valid
+// while adapters are loaded and unloaded. Both kernels have one block per multiprocessor. Their blocks and one of the previous
+// product leave no room there for a block of the next product. So the next product's blocks start where those of the previous
+// product end: one per multiprocessor.
 //
-// A number's order of sums depends on the columns, or on the rank alone, never on other tokens.
+// The order of a sum depends only on the number of columns (`shrink`) or on the rank (`expand`), never on other tokens.
 
 constexpr int MOST_TERMS = 4, MOST_TOKENS = 16;  // terms of a product; tokens of a step
 
-// An adapter's term for some rows of a product.
+// An adapter's term for a range of rows of a product.
 struct Term {
     const u16 *a;       // [rank, K]
     const u16 *b;       // [rows, rank], times the adapter's scale
-    int first, rows;    // of the product
-    int rank, offset;   // rank: a multiple of 8, 0: no such term; offset: of its sums among those of a token
+    int first, rows;    // range of rows of the product
+    int rank, offset;   // rank: a multiple of 8; 0: no term. offset: of its first sum within the token's sums
 };
 struct Shrink {
-    const void *x;         // [T, K] float, to be normalised, or [T, K] bf16
+    const void *x;         // [T, K] float, not normed yet, or [T, K] bf16
     const float *scale;    // [K] of the norm
-    const Term *table;     // of a product: its MOST_TERMS terms of entry e are e * stride later
+    const Term *table;     // the product's MOST_TERMS terms of entry 0; those of entry e are e * stride terms later
     const i64 *entries;    // [T], negative: the token has no adapter
     float *sums;           // [T, room]
     float eps;
@@ -31,14 +32,14 @@ struct Expand {
     const Term *table;
     const i64 *entries;
     const float *sums;     // [T, room]
-    float *terms;          // [T, rows]; nothing is written of tokens without adapters
+    float *terms;          // [T, rows]; not written for tokens without an adapter
     int tokens, rows, stride, room;
 };
 
 // A token's existing terms come first.
 typedef Term Terms[MOST_TOKENS][MOST_TERMS];
 
-// By a whole block: the terms of all tokens.
+// Loads the terms of all tokens. The whole block calls it.
 template <class Args> DEVICE void load_terms(const Args &a, Terms &known) {
     if (threadIdx.x < MOST_TOKENS * MOST_TERMS) {
         const int token = threadIdx.x / MOST_TERMS, i = threadIdx.x % MOST_TERMS;
@@ -51,7 +52,7 @@ template <class Args> DEVICE void load_terms(const Args &a, Terms &known) {
     __syncthreads();
 }
 
-// Blocks of 8 warps. NORM: the input is normalised. A block makes ROWS sums of a token at once.
+// Blocks of 8 warps. NORM: the input is normed. A block computes a group of ROWS sums of a token at once.
 template <bool NORM> DEVICE void shrink(const Shrink &a) {
     constexpr int WARPS = 8, ROWS = NORM ? 4 : 1, STEP = WARPS * 256;
     __shared__ __align__(16) Terms known;
@@ -59,7 +60,7 @@ template <bool NORM> DEVICE void shrink(const Shrink &a) {
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
     launch_dependents();
     load_terms(a, known);
-    // a lane has a token's groups of ROWS sums: so many there are, and so many with the tokens before
+    // of token `lane`: own: number of its groups; end: number of groups of all tokens up to it
     int own = 0;
     if (lane < MOST_TOKENS)
         for (int i = 0; i < MOST_TERMS; ++i) own += known[lane][i].rank / ROWS;
@@ -69,7 +70,7 @@ template <bool NORM> DEVICE void shrink(const Shrink &a) {
         if (lane >= apart) end += before;
     }
     const int groups = __shfl_sync(~0u, end, 31);
-    int token, sum_at;  // of a group: its token, and the first of its sums among those of the token
+    int token, sum_at;  // of a group: its token, and the index of its first sum within the token's sums
     const auto rows_of = [&](int group) {
         token = __popc(__ballot_sync(~0u, end <= group));
         sum_at = (group - __shfl_sync(~0u, end - own, token)) * ROWS;
@@ -95,7 +96,7 @@ template <bool NORM> DEVICE void shrink(const Shrink &a) {
 #pragma unroll
                 for (int i = 0; i < 8; i += 2) {
                     square = __fmaf_rn(v[i], v[i], __fmaf_rn(v[i + 1], v[i + 1], square));
-                    const u32 two = narrow2(v[i] * s[i], v[i + 1] * s[i + 1]);  // as the product rounds it
+                    const u32 two = narrow2(v[i] * s[i], v[i + 1] * s[i + 1]);  // rounded as in the product
                     v[i] = low(two), v[i + 1] = high(two);
                 }
             } else {
@@ -126,14 +127,14 @@ template <bool NORM> DEVICE void shrink(const Shrink &a) {
     }
 }
 
-// Blocks of 512 threads. A thread makes a row of a token.
+// Blocks of 512 threads. A thread computes one row of a token.
 DEVICE void expand(const Expand &a) {
     constexpr int THREADS = 512;
     __shared__ __align__(16) Terms known;
     launch_dependents();
     load_terms(a, known);
     const int chunks = (a.rows + THREADS - 1) / THREADS, items = a.tokens * chunks;
-    // The thread's row of a token, and the term that the row has; its rank is 0 if there is none.
+    // Sets the thread's token and row, and returns the row's term; its rank is 0 if the row has no term.
     const auto term_of = [&](int item, int &token, int &row) {
         token = item / chunks, row = (item - token * chunks) * THREADS + threadIdx.x;
         int i = 0;

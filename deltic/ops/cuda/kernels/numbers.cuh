@@ -1,12 +1,13 @@
-// The integers of a step, from host memory to where the step's kernels read them. Offsets: ops/input_columns.py.
+// Copies the integers of a step from host memory to the device, where the step's kernels read them. ops/input_columns.py
+// defines their offsets.
 
 struct Numbers {
-    const i64 *host;   // [N], in its memory
-    i64 *numbers;      // [N]
-    const i64 *drawn;  // what tokens are taken from; null: they are among the numbers
-    int count, tokens;  // count: N. tokens: those from IDS_OFFSET on; the last numbers are their places in `drawn`
+    const i64 *host;   // [N], pinned host memory
+    i64 *numbers;      // [N], on the device
+    const i64 *drawn;  // tokens that the device drew; null: `host` has the tokens
+    int count, tokens;  // count: N. tokens: number of ids, from IDS_OFFSET on; host ends with their indices in `drawn`
 };
-// A block of 256 threads for each 1,024.
+// One block of 256 threads per 1,024 integers.
 DEVICE void numbers(const Numbers &a) {
     const int first = blockIdx.x * 1024 + threadIdx.x;
     i64 v[4];
@@ -25,12 +26,12 @@ DEVICE void numbers(const Numbers &a) {
 }
 
 struct Cursors {
-    i64 *numbers;             // `VerifyColumns` of a step with drafts
-    const i64 *drawn;         // has each token, and its position after it, at the place that the column `draws` names
-    int tokens, rows, width;  // of the bucket; width: pages of a row
+    i64 *numbers;             // the `VerifyColumns` of a step with drafts
+    const i64 *drawn;         // the column `draws` has each token's index here; its position is the next number
+    int tokens, rows, width;  // of the bucket. width: pages per row
 };
-// Moves the rows to where the device has their first tokens, which may be further on than the host knew. One block of 256
-// threads, at least one for each token.
+// Moves the rows to the device's positions of their first tokens, which may be further on than the host assumed. One block of
+// 256 threads, at least one thread per token.
 DEVICE void cursors(const Cursors &a) {
     const VerifyColumns step(a.numbers, a.rows, a.tokens, a.width);
     const int rows = int(step.count[0]), token = threadIdx.x;
@@ -39,7 +40,7 @@ DEVICE void cursors(const Cursors &a) {
     for (int i = 1; i < rows; ++i) row += there && step.starts[i] <= token;
     const i64 first = step.starts[row], more = a.drawn[step.draws[first] + 1] - step.done[row],
               position = step.done[row] + more + token - first;
-    __syncthreads();  // all have read the cursors
+    __syncthreads();  // all threads have read the cursors
     if (!there) return;
     for (int axis = 0; axis < 3; ++axis) step.positions[axis * a.tokens + token] += more;
     step.store[token] = step.pages[i64(row) * a.width + position / PAGE] * PAGE + position % PAGE;
@@ -47,11 +48,11 @@ DEVICE void cursors(const Cursors &a) {
 }
 
 struct RowKeys {
-    const i64 *answers, *done;  // [R]: `noise.answer_key`, and the cursor of a row's first token
-    i64 *keys;                  // [R, width]: of the draws after that token and those that follow
+    const i64 *answers, *done;  // [R]: `noise.answer_key`; the cursor of the row's first token
+    i64 *keys;                  // [R, width]: of the draws after that token and the following ones
     int rows, width;
 };
-// As `noise.keys_at`. A thread for each key.
+// Computes `noise.keys_at`. One thread per key.
 DEVICE void row_keys(const RowKeys &a) {
     const int i = blockIdx.x * 256 + threadIdx.x, row = i / a.width;
     if (row >= a.rows) return;

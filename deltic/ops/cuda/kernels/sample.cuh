@@ -1,18 +1,18 @@
-// Choosing tokens: the best logit, or the best of logits / temperature + the keyed noise of `ops/noise.py`. A block looks
-// at one part of a row's logits, then one block joins the parts. If several devices have logits of other tokens each, the
-// first one joins the parts of all: those of a device lie as [score, bounds, token], and the devices' behind each other.
+// Samples tokens: the best logit, or the best of logits / temperature + the keyed noise of `ops/noise.py`. A block reduces one
+// part of a row's logits, then one block merges the parts. If the vocabulary is split over devices, the first device merges
+// the parts of all devices, which lie one after the other. A device's parts lie as [score, bounds, token].
 
 struct Choice {
     const float *logits;       // [L, V]
     const float *temperature;  // [L]; 0: greedy
     const i64 *key;            // [L]
-    const i64 *ids;            // [V]: the tokens whose logits these are; null: token i has the logit i
+    const i64 *ids;            // [V]: the token of each logit; null: logit i is of token first + i
     double *score;             // [L, parts]
-    float *bounds;             // [L, parts, 2]: lowest, highest; NaN if there is one
+    float *bounds;             // [L, parts, 2]: lowest, highest logit; highest is NaN if one is not finite
     i64 *token;                // [L, parts]
-    i64 *chosen;               // [2, L]: tokens, then whether the logits are sound
-    i64 *landing;              // the same in memory of the host; may be null
-    int vocabulary, parts, rows, first, devices;  // first: the token of the first logit. parts: of a device
+    i64 *chosen;               // [2, L]: tokens, then 1 if the logits are finite and not all equal
+    i64 *landing;              // the same in host memory; may be null
+    int vocabulary, parts, rows, first, devices;  // first: token of the first logit. parts: per device
 };
 
 DEVICE double noise(u64 key, u64 id) {
@@ -32,7 +32,7 @@ struct Best {
         if (s > score || (s == score && t < token)) score = s, token = t;
         low = fminf(low, l), high = fmaxf(high, h), sound = sound && ok;
     }
-    DEVICE void reduce(double *scores, i64 *tokens, float *bounds) {  // shared [32], [32], [64]
+    DEVICE void reduce(double *scores, i64 *tokens, float *bounds) {  // over the block; shared [32], [32], [64]
         const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
         for (int pass = 0; pass < 2; ++pass) {
             for (int i = 16; i; i >>= 1) {
@@ -56,7 +56,7 @@ struct Best {
     }
 };
 
-// The best of a part's logits themselves, four at a time, of which the first is at a multiple of four.
+// Finds the best logit of a part without noise, four logits per load. begin and end are multiples of four.
 DEVICE void best_logit(Best &best, const float *logits, int begin, int end) {
     float top = -3.4e38f, low = 3e38f, high = -3e38f, odd = 0;
     int token = 0x7fffffff;
@@ -68,7 +68,7 @@ DEVICE void best_logit(Best &best, const float *logits, int begin, int end) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             if (x[j] > top) top = x[j], token = 4 * i + j;
-            low = fminf(low, x[j]), high = fmaxf(high, x[j]), odd += x[j] - x[j];  // NaN of what is not finite
+            low = fminf(low, x[j]), high = fmaxf(high, x[j]), odd += x[j] - x[j];  // NaN unless all are finite
         }
     }
     best.join(top, token, low, high, odd == 0);

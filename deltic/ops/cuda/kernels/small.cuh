@@ -1,15 +1,15 @@
-// What lies between the larger kernels.
+// Small kernels between the large ones.
 
 struct Enter {
     const i64 *ids, *positions;  // [T], [3, T]
     const u16 *embedding;        // [V, H]
     const float *frequencies;    // [rotary / 2], radians per position
-    const i64 *axes;             // [rotary / 2]: to which of the three positions they belong
+    const i64 *axes;             // [rotary / 2]: position (0 to 2) of each frequency
     float *residual, *turns;     // [T, H], [T, rotary]
-    float factor;                // of cosines and sines
+    float factor;                // scales cosines and sines
     int hidden, rotary, tokens;
 };
-// A token's rotary table.
+// Writes a token's rotary table.
 DEVICE void turn(const Enter &a, int token) {
     const int half = a.rotary / 2;
     for (int i = threadIdx.x; i < half; i += blockDim.x) {
@@ -18,7 +18,7 @@ DEVICE void turn(const Enter &a, int token) {
         a.turns[token * a.rotary + half + i] = sinf(angle) * a.factor;
     }
 }
-// Embeddings and rotary tables.
+// Writes embeddings and rotary tables.
 DEVICE void enter(const Enter &a) {
     launch_dependents();
     wait();
@@ -31,7 +31,7 @@ DEVICE void enter(const Enter &a) {
 }
 
 struct AddNorm {
-    float *residual;     // [T, H], added to
+    float *residual;     // [T, H]; delta is added to it
     const u16 *delta;    // [T, H]; null: nothing to add
     const float *scale;  // [H]
     u16 *y;              // [T, H]; null: not wanted
@@ -39,7 +39,7 @@ struct AddNorm {
     float eps;
     int hidden;
 };
-// A block of 256 threads for each token.
+// Adds delta and norms the residual. One block of 256 threads per token.
 DEVICE void add_norm(const AddNorm &a) {
     __shared__ float red[8];
     launch_dependents();
@@ -75,7 +75,7 @@ struct Gate {
     u16 *y;        // [T, F]
     int width;     // F
 };
-// A thread for 8 numbers.
+// One thread per 8 numbers.
 DEVICE void gate(const Gate &a) {
     launch_dependents();
     wait();

@@ -1,12 +1,12 @@
-// What is between the products of a vision tower's block.
+// Kernels between the products of a vision tower's block.
 
 struct Turn {
     u16 *qkv;                // [T, 3 heads * D]: queries, keys, values
     const float *cos, *sin;  // [T, D / 2]
-    i64 count;               // groups of four pairs in all: T * 2 heads * D / 8
+    i64 count;               // number of groups of four pairs: T * 2 heads * D / 8
     int heads;
 };
-// Queries and keys rotated where they are: a thread for four pairs of numbers, half a head apart.
+// Rotates queries and keys in place. One thread per four pairs; the two numbers of a pair are half a head apart.
 template <int D> DEVICE void turn(const Turn &a) {
     launch_dependents();
     wait();
@@ -28,14 +28,14 @@ template <int D> DEVICE void turn(const Turn &a) {
 }
 
 struct TowerNorm {
-    u16 *x;                     // [T, H]: what is added up from block to block
-    const u16 *delta;           // [T, H], or nothing to add
+    u16 *x;                     // [T, H]: the residual stream
+    const u16 *delta;           // [T, H]; null: nothing to add
     const float *scale, *shift; // [H]
-    u16 *y;                     // [T, H]: x normed
+    u16 *y;                     // [T, H]: norm of x
     float eps;
     int tokens;
 };
-// x += delta, then the layer norm of x: a warp for a token.
+// Adds delta to x, then writes the layer norm of x. One warp per token.
 template <int H> DEVICE void tower_norm(const TowerNorm &a) {
     launch_dependents();
     wait();
