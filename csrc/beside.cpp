@@ -1,9 +1,9 @@
 // Host threads that compute offloaded experts, and feed-forwards of offloaded dense layers, for a GPU.
 //
-// The card writes a request to memory that both see and waits for its answer inside of a kernel, so that nobody else of
-// the host has a part in it. One thread listens; it and those of its pool share the rows of the products. It listens
-// without a pause for a millisecond after the last request, as a step asks once in a fraction of that, then in naps: a step
-// that has been launched may have to wait for a long one before it. After a minute it sleeps until it is told of a step.
+// Kernels write requests to memory that GPU and host share, and wait for the answers. No other host code takes part. One
+// thread polls for requests. It and its pool's threads share the rows of the products. For a millisecond after the last
+// request it polls without a pause, because the requests of a step come more often. Then it sleeps briefly between polls,
+// because a launched step may wait for a long step before it. After a minute it sleeps until `wake` announces a step.
 #include <algorithm>
 #include <atomic>
 #include <bit>
@@ -30,17 +30,17 @@ using std::chrono::microseconds;
 constexpr auto kAwake = microseconds(1000), kListens = microseconds(60'000'000);
 constexpr auto kShortNap = microseconds(50), kLongNap = microseconds(1000);
 constexpr int64_t kTokens = DELTIC_PAGE;
-constexpr int64_t kRows = 8;  // of a matrix that are one piece of work
+constexpr int64_t kRows = 8;  // rows of a matrix in one piece of work
 
-// An expert that some token passes, and where its pairs with tokens begin in the list of all.
+// An expert that some token uses. first, count: its range in the list of all pairs of an expert and a token.
 struct Passed {
     int64_t expert, first, count;
 };
 
-// A dense layer's feed-forward of a few tokens, with packed weights.
+// A dense layer's feed-forward for a few tokens, with packed weights.
 //
-// Quantized matrices multiply whole numbers of eight bits. The input of each has about sixteen here, as on a card: it
-// counts as two tokens, what eight bits hold of it and the rest, whose products are added up. A matrix streams through
+// Products of quantized matrices round their input to 8-bit integers. Here the input has about 16 bits, as on a GPU: it
+// is multiplied as two tokens, its value in 8 bits and the remainder, and their products are added. The matrix is read
 // once for both.
 class PackedLayer {
   public:
@@ -49,7 +49,7 @@ class PackedLayer {
           doubled_(2 * kTokens * std::max(hidden_, 2 * size_)), halves_(kTokens * 2 * size_), gated_(kTokens * size_),
           out_(kTokens * hidden_) {}
 
-    // sums [tokens, hidden] of inputs [tokens, hidden]. factors: as in the mailbox.
+    // Computes the sums [tokens, hidden] of inputs x [tokens, hidden]. factors, shares: as in the mailbox, one per token.
     void compute(deltic_pool *pool, const deltic_expert &weights, const std::vector<float> &x, int64_t tokens,
                  const std::vector<float> &factors, const std::vector<float> &shares) {
         multiply(pool, weights.gate_up, x.data(), tokens, halves_.data());
@@ -63,7 +63,7 @@ class PackedLayer {
     const float *sums(int64_t token) const { return out_.data() + token * hidden_; }
 
   private:
-    static constexpr int64_t kBlock = 256;  // columns with a scale of their own
+    static constexpr int64_t kBlock = 256;  // columns that share a scale
     int64_t hidden_, size_;
     std::vector<float> split_, doubled_, halves_, gated_, out_;
 
@@ -99,11 +99,11 @@ class PackedLayer {
         });
     }
 
-    // `most` gets what whole numbers of eight bits hold, times a scale; `apart` further on lies the rest.
+    // most: the values as 8-bit integers times a scale. most + apart: the remainders.
     static void split_block(const float *x, int64_t count, float *most, int64_t apart) {
         float largest = 0;
         for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::fabs(x[i]));
-        // numbers that are none, or hardly any, stay as they are
+        // a block stays as it is if its largest number is infinite, huge or almost zero
         const bool whole = largest < 1e30f && largest > 1e-30f;
         const float inverse = whole ? 127.0f / largest : 0.0f, scale = largest / 127.0f;
         for (int64_t i = 0; i < count; ++i) {
@@ -130,15 +130,15 @@ struct deltic_beside {
     std::mutex lock;
     std::condition_variable news;
 
-    // Of the request at hand. A pair is token * most + the place of the expert in the token's order.
+    // The current request. Pair number: token * most + index of the expert among the token's experts.
     std::vector<float> x;                            // [kTokens, hidden]
     std::vector<float> gated;                        // [pairs, size]
     std::vector<float> partial;                      // [threads, 2, pairs, kRows]
     std::vector<Passed> passed;
-    std::vector<int64_t> place, pairs, at;           // of experts in `passed`; by expert; of a pair in the latter
-    std::vector<const float *> inputs, gated_inputs; // of `pairs`
+    std::vector<int64_t> place, pairs, at;           // expert's index in `passed`; pairs by expert; pair's index there
+    std::vector<const float *> inputs, gated_inputs; // of each of `pairs`
 
-    // Of a packed layer: which tokens have the expert, and their factors and shares.
+    // For a packed layer: the tokens that use the expert, their factors and shares.
     std::unique_ptr<PackedLayer> packed;
     std::vector<deltic_expert> packed_weights;
     std::vector<int64_t> present;
@@ -193,7 +193,7 @@ struct deltic_beside {
             }
             if (const uint32_t fresh = wakes.load(); fresh != seen) {
                 seen = fresh;
-                // the others begin to look for work, too
+                // an empty job wakes the pool's threads, which then poll for work too
                 deltic::parallel(pool, deltic::pool_threads(pool), [](int64_t, int) {});
                 last = Clock::now();
                 continue;
@@ -250,7 +250,7 @@ struct deltic_beside {
         computed.fetch_add(1, std::memory_order_relaxed);
     }
 
-    // A token's input as float32, at a row of x.
+    // Converts a token's input to float32, into a row of x.
     void widen(int64_t token, int64_t row) {
         const int64_t hidden = model.hidden;
         for (int64_t i = 0; i < hidden; ++i)
@@ -269,7 +269,7 @@ struct deltic_beside {
         return true;
     }
 
-    // Inputs as float32, and pairs by expert, so that an expert's rows are read once.
+    // Converts the inputs to float32 and groups the pairs by expert, so that an expert's rows are read once.
     void put_together(int64_t tokens) {
         passed.clear();
         for (int64_t token = 0; token < tokens; ++token) {

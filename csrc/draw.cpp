@@ -1,7 +1,7 @@
-// Drawing a token of each row: filters and keyed noise as deltic/ops/reference.py and deltic/ops/noise.py have them.
+// Draws a token for each row, with the filters of deltic/ops/reference.py and the keyed noise of deltic/ops/noise.py.
 //
-// What the filters keep are the first tokens of a row, best first. The candidates are looked at first; a row for which
-// they might not do is ordered further, by itself, so that no row depends on another.
+// The filters keep the first tokens of a row, best first. Each row tries its candidates first. If they may not
+// suffice, the row is sorted further on its own, so that no row depends on another.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -19,21 +19,21 @@ namespace {
 
 struct Filters {
     double temperature, top_p, min_p;
-    int64_t top_k;  // of how many tokens at most
+    int64_t top_k;  // maximum number of tokens
     uint64_t key;
-    const int64_t *names;  // of the tokens in the noise; null: their ids
+    const int64_t *names;  // names of the tokens in the noise; null: their ids
 };
 
-// Goes through the tokens of a row, best first, as long as the filters keep them.
+// Iterates over the tokens of a row, best first, as long as the filters keep them.
 struct Walk {
     const Filters &filters;
-    double log_mass;  // log of the sum of exp(score) over the top_k best; read where top_p counts
+    double log_mass;  // log of the sum of exp(score) over the top_k best; read if top_p < 1
     double first = 0, together = 0, loudest = -INFINITY;
     int64_t taken = 0, chosen = 0;
 
     double score(float logit) const { return double(logit) / filters.temperature; }
 
-    // False if this token is not kept, and thus none after it.
+    // False if this token, and thus every later one, is not kept.
     bool take(float logit, int64_t id) {
         double own = score(logit);
         if (!taken) first = own, chosen = id;
@@ -49,18 +49,18 @@ struct Walk {
     }
 };
 
-// log of the sum of exp(score) over `count` tokens, of which `high` is a large score.
+// log of the sum of exp(score) over `count` tokens. high: a large score among them.
 template <typename Score> double log_sum(int64_t count, double high, Score &&score) {
     double sum = 0;
     for (int64_t i = 0; i < count; ++i) sum += std::exp(score(i) - high);
     return high + std::log(sum);
 }
 
-// Draws among the candidates of a row; false if tokens that are no candidates might be kept, or count for the mass.
+// Draws among the candidates of a row. False if other tokens may be kept or count for the probability mass.
 bool draw_near(const float *values, const int64_t *ids, int64_t count, int64_t width, const Filters &filters,
                double log_total, int64_t *token) {
     int64_t certain = count;
-    if (count < width)  // what ties with the last candidate may have been left out
+    if (count < width)  // tokens tied with the last candidate may be missing
         for (certain = 0; values[certain] > values[count - 1];) ++certain;
     Walk walk{filters, log_total};
     if (filters.top_p < 1 && filters.top_k < width) {
@@ -73,7 +73,8 @@ bool draw_near(const float *values, const int64_t *ids, int64_t count, int64_t w
     return rank < certain || certain == width || rank == filters.top_k;
 }
 
-// A token in one word, larger for a larger logit and, of equal ones, for the lower id. (NaN has some place, too.)
+// Encodes a token as one word. A larger logit gives a larger word; of equal logits, the lower id does. (NaN gets an
+// arbitrary rank.)
 uint64_t word_of(float logit, int64_t id) {
     uint32_t bits = std::bit_cast<uint32_t>(logit + 0.0f);  // -0 is 0
     bits = bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -85,7 +86,7 @@ float logit_of(uint64_t word) {
     return std::bit_cast<float>(bits >> 31 ? bits & 0x7fffffffu : ~bits);
 }
 
-// The same among all tokens; `words` has room for them.
+// Draws among all tokens of a row. words [width]: working memory.
 int64_t draw_far(const float *logits, int64_t width, const Filters &filters, double log_total, uint64_t *words) {
     for (int64_t id = 0; id < width; ++id) words[id] = word_of(logits[id], id);
     uint64_t *end = words + filters.top_k;
@@ -98,7 +99,7 @@ int64_t draw_far(const float *logits, int64_t width, const Filters &filters, dou
             walk.log_mass = log_sum(filters.top_k, high, [&](int64_t i) { return walk.score(logit_of(words[i])); });
         }
     }
-    // no more is sorted than is kept, about
+    // sorts about as many tokens as the filters keep
     for (int64_t some = 1024; words < end; some *= 4) {
         uint64_t *stop = words + std::min<int64_t>(some, end - words);
         if (stop < end) std::nth_element(words, stop, end, order);

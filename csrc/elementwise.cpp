@@ -1,4 +1,4 @@
-// Norm and gate of a layer.
+// RMS norm and SiLU gate of a layer.
 #include "levels.hpp"
 #include "pool.hpp"
 #include "simd.hpp"
@@ -39,7 +39,7 @@ void gate_token(const float *gate, const float *up, float *out, int64_t width) {
     }
 }
 
-// Pieces of so many tokens that handing them out costs nothing.
+// Tokens per piece, enough to make the overhead of a piece negligible.
 int64_t tokens_per_piece(int64_t width) { return width > 8192 ? 1 : 8192 / width + 1; }
 
 template <typename Body> void by_token(deltic_pool *pool, int64_t tokens, int64_t width, Body &&body) {

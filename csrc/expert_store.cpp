@@ -1,9 +1,9 @@
-// Experts in memory and in files: who stays, and threads that read the others while the step computes.
+// Expert cache: some experts are in memory, and threads read the others from files while the step computes.
 //
-// Each layer has slots for as many experts as stay. What is read for a step either takes the slot of an expert that has
-// had fewer hits lately, which so costs no reading of its own, or lies on one of a few stages until it was computed
-// with. Bytes come from the model's own files, past the system's page cache where the file was opened so, and are
-// packed by the thread that has read them.
+// Each layer has slots for its experts in memory. An expert that is read for a step either takes the slot of an expert
+// with fewer recent hits, so that a replacement needs no extra read, or stays in one of a few stages (buffers) until it
+// was used. Bytes are read from the model's own files, past the page cache if a file was opened with O_DIRECT. The
+// thread that has read them packs them.
 #include "expert_store.hpp"
 
 #include <fcntl.h>
@@ -32,12 +32,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kSector = 4096;          // reading past the page cache wants offsets and sizes that are multiples
-constexpr int64_t kRead = 1 << 20;         // bytes of a read, at most about
-constexpr int64_t kStageBytes = 64 << 20;  // all stages together, at most about
+constexpr int64_t kSector = 4096;          // O_DIRECT needs offsets and sizes that are multiples of this
+constexpr int64_t kRead = 1 << 20;         // bytes of a read, approximate maximum
+constexpr int64_t kStageBytes = 64 << 20;  // bytes of all stages, approximate maximum
 constexpr int64_t kStages = 16, kFewestStages = 2;
 constexpr float kHalfLife = 512;           // tokens after which a hit counts half
-constexpr int64_t kPrompt = 16;            // steps of more tokens read prompts
+constexpr int64_t kPrompt = 16;            // steps of more tokens contain prompts
 
 int64_t since(Clock::time_point begun) {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begun).count();
@@ -45,7 +45,7 @@ int64_t since(Clock::time_point begun) {
 
 int64_t up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 
-// When a file was written to, in nanoseconds.
+// Modification time of a file in nanoseconds.
 int64_t changed(const struct stat &file) {
 #if defined(__APPLE__)
     const timespec &time = file.st_mtimespec;
@@ -55,7 +55,7 @@ int64_t changed(const struct stat &file) {
     return int64_t(time.tv_sec) * 1000000000 + time.tv_nsec;
 }
 
-// Pages that take memory once they are written to.
+// Anonymous pages, which take memory at their first write.
 struct Memory {
     uint8_t *at = nullptr;
     int64_t size = 0;
@@ -75,7 +75,7 @@ struct Memory {
     }
 };
 
-// A matrix of each expert of a layer: where it begins in what an expert takes.
+// One of the three matrices of a layer's experts. start: offset in an expert's memory.
 struct Shape {
     int64_t type, rows, columns, row_bytes, start;
 };
@@ -85,8 +85,8 @@ struct Layer {
     std::vector<deltic_extent> extents;
     int64_t bytes = 0, slots = 0, steps = 0;
     Memory memory;
-    std::vector<int64_t> holder, slot;  // the expert in each slot, the slot of each expert; or -1
-    std::vector<float> score;           // hits lately
+    std::vector<int64_t> holder, slot;  // expert of each slot, slot of each expert; -1: none
+    std::vector<float> score;           // recent hits of each expert
     std::atomic<int64_t> hits{0}, misses{0};
 };
 
@@ -103,13 +103,13 @@ struct Read {
 
 }  // namespace
 
-// An expert on its way. It lies in a slot, on a stage, or first on a stage and then in a slot.
+// An expert that is being read: into a slot, into a stage, or into a stage and later copied to a slot.
 struct Fetch {
     int64_t layer, expert, slot = -1, stage = -1;
     uint8_t *to = nullptr;
-    int64_t left = 0;  // reads that are not done
+    int64_t left = 0;  // unfinished reads
     bool begun = false, dropped = false;
-    bool staged = false;  // the slot is not free before this step has computed with who holds it
+    bool staged = false;  // this step still uses the expert in the slot, so this one is read into a stage first
     int64_t failure = 0, file = 0;
 };
 
@@ -117,20 +117,20 @@ struct Fetch {
 
 using namespace deltic;
 
-// `lock` guards all below it but what is atomic.
+// `lock` guards all fields below it, except atomics.
 struct deltic_expert_store {
     std::vector<Layer> layers;
     std::vector<File> files;
     int64_t experts, refresh;
-    Memory memory;  // of stages, and of a buffer for each thread
+    Memory memory;  // stages, then a read buffer for each thread
     int64_t stage_bytes = 0, buffer_bytes = 0;
     std::vector<std::thread> readers;
 
     std::mutex lock;
     std::condition_variable news, arrived;
     std::deque<Read> wanted, predicted;
-    std::vector<int64_t> stages;                  // that are free
-    std::list<std::unique_ptr<Fetch>> ahead;      // predicted ones, or dropped ones whose reads are not over
+    std::vector<int64_t> stages;                  // free stages
+    std::list<std::unique_ptr<Fetch>> ahead;      // predicted fetches, and dropped ones with unfinished reads
     bool closing = false;
     int64_t busy = 0;
     Clock::time_point begun;
@@ -167,7 +167,7 @@ struct deltic_expert_store {
         queue.erase(gone, queue.end());
     }
 
-    // Reads a piece and packs it to where it belongs; returns a failure, or 0.
+    // Reads some rows and packs them to their place. Returns an error, or 0.
     int64_t carry_out(const Read &read, uint8_t *buffer) {
         const Layer &layer = layers[size_t(read.fetch->layer)];
         const Shape &shape = layer.matrices[read.matrix];
@@ -219,7 +219,7 @@ struct deltic_expert_store {
         }
     }
 
-    // A predicted one that nobody wants, and that no thread is at work on.
+    // Removes a dropped fetch that no thread is reading, and frees its stage.
     void let_go(Fetch *fetch) {
         stages.push_back(fetch->stage);
         ahead.remove_if([&](const auto &other) { return other.get() == fetch; });
@@ -241,7 +241,7 @@ struct deltic_expert_store {
         return nullptr;
     }
 
-    // What was predicted and has not been adopted.
+    // Drops the predicted fetches that no step has adopted.
     void drop() {
         std::vector<Fetch *> idle;
         for (auto &fetch : ahead) {
@@ -324,7 +324,7 @@ Visit::~Visit() {
     });
     for (int64_t place = std::max(done_, resident_); place < count(); ++place) {
         Fetch &fetch = *fetches_[size_t(place - resident_)];
-        // nothing is believed of what came in the meantime
+        // the contents of these slots are not trusted
         if (fetch.slot >= 0) store_->vacate(layer, fetch.slot);
         if (fetch.stage >= 0) store_->stages.push_back(fetch.stage);
     }
@@ -340,7 +340,7 @@ void Visit::set(int64_t place, const uint8_t *at) {
     weights_[size_t(place)] = {{2, {matrix(0), matrix(1)}}, {1, {matrix(2)}}};
 }
 
-// Begins to read as many as there is room for, in their order.
+// Starts as many fetches as have room, in their order.
 void Visit::pump() {
     Layer &layer = store_->layers[size_t(layer_)];
     bool more = false;
@@ -403,7 +403,7 @@ void Visit::done(int64_t end) {
 
 void Visit::predict(int64_t layer, const int64_t *experts, int64_t count) {
     std::lock_guard guard(store_->lock);
-    if (issued_ < int64_t(fetches_.size())) return;  // this layer has more to read than there is room for
+    if (issued_ < int64_t(fetches_.size())) return;  // this layer's own fetches do not all have room yet
     const std::vector<int64_t> &slot = store_->layers[size_t(layer)].slot;
     for (int64_t i = 0; i < count && !store_->stages.empty(); ++i) {
         bool known = std::any_of(store_->ahead.begin(), store_->ahead.end(), [&](const auto &fetch) {
@@ -423,7 +423,7 @@ void Visit::predict(int64_t layer, const int64_t *experts, int64_t count) {
 
 namespace {
 
-// Shapes, slots and scores of a layer.
+// Sets up shapes, slots and scores of a layer.
 void lay_out(Layer &layer, const deltic_stored_layer &from, int64_t experts) {
     for (int i = 0; i < 3; ++i) {
         int64_t rows = i < 2 ? from.rows : from.columns, columns = i < 2 ? from.columns : from.rows;

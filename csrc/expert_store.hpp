@@ -1,4 +1,4 @@
-// Experts of which a few lie in memory and the others in files.
+// A store of experts, some in memory, the others in files.
 #pragma once
 #include <cstdint>
 #include <exception>
@@ -9,18 +9,18 @@
 
 namespace deltic {
 
-// Weights could not be read; the store knows which and why.
+// Weights could not be read. The store records the file and the error.
 struct Unread : std::exception {};
 
 struct Fetch;
 
-// A step's visit to one layer of a store. Experts come in an order of their own: first those that are in memory, then
-// the others as they are read, which goes on while there is computing to be done.
+// A step's use of one layer of a store. It orders the experts: first the resident ones, then the others as they are
+// read. Reads continue while the step computes.
 class Visit {
   public:
-    // rows [experts]: how many rows pass each; of so many tokens. order: becomes the experts that some row passes.
+    // rows [experts]: number of rows of each expert. tokens: of the step. order: receives the experts that have rows.
     Visit(deltic_expert_store *store, int64_t layer, const int64_t *rows, int64_t tokens, int64_t *order);
-    // Gives up what has not come.
+    // Cancels unfinished fetches.
     ~Visit();
     Visit(const Visit &) = delete;
 
@@ -28,12 +28,12 @@ class Visit {
     int64_t resident() const { return resident_; }
     // Rows of an expert's gate.
     int64_t inner() const;
-    // Waits for the next expert in the order; returns where those end that are there. Throws Unread.
+    // Waits for the next expert in the order. Returns the end of the experts that are ready. Throws Unread.
     int64_t wait();
     const deltic_expert &expert(int64_t place) const { return weights_[size_t(place)]; }
-    // Those before `end` have been computed with, and are not needed any more.
+    // The step has computed all experts before `end` and does not need them any more.
     void done(int64_t end);
-    // Experts that another layer is likely to want soon: read as far as there is nothing better to do.
+    // Experts that another layer will probably need soon. They are read at low priority, into free stages.
     void predict(int64_t layer, const int64_t *experts, int64_t count);
 
   private:
@@ -43,7 +43,7 @@ class Visit {
 
     deltic_expert_store *store_;
     int64_t layer_, resident_ = 0, issued_ = 0, done_ = 0;
-    std::vector<std::unique_ptr<Fetch>> fetches_; // of the places from `resident_` on
+    std::vector<std::unique_ptr<Fetch>> fetches_; // of the experts from `resident_` on in the order
     std::vector<deltic_expert> weights_;
 };
 

@@ -1,9 +1,9 @@
-// A mixture of experts: who passes which, products grouped by expert, and their sum.
+// A MoE layer: routing, products grouped by expert, and their sum.
 //
-// Rows of tokens are put together by expert, the shared one last. So an expert's weights are read once, however many
-// tokens pass it, and all experts are one piece of work; where some are not in memory, those that are come first, then
-// the others as they arrive. Where a row lies changes nothing about its numbers. Experts of other devices are left out:
-// what they and this one's sum are parts of is summed in one order (deltic/ops/slices.py).
+// A row is a token and one of its experts. Rows are grouped by expert, the shared expert last. So an expert's weights
+// are read once for all its tokens, and all experts are one parallel job. If some experts are not in memory, the
+// resident experts are computed first, then the others as they arrive. A row's numbers do not depend on its place.
+// Experts of other devices are left out. The sums of all devices are added in one order (deltic/ops/slices.py).
 #include <algorithm>
 #include <cmath>
 #include <optional>
@@ -18,19 +18,19 @@
 namespace deltic {
 namespace {
 
-// Scratch slots; what it calls has those before.
+// Scratch slots. Lower slots belong to the functions called here.
 enum {
     kLogits = 6, kChosen, kShares, kPlaces, kTokens, kProducts, kWide, kGated, kOut, kStarts, kRows, kOrder, kNext,
     kGuess, kGuessed, kGuessShares
 };
 
-constexpr int64_t kTogether = 4096; // rows of experts that are computed at a time, so that memory for them is bounded
-constexpr int64_t kPredicted = 16;  // tokens of a step for which the next layer's experts are predicted, at most
+constexpr int64_t kTogether = 4096; // rows that are computed at a time; bounds the scratch memory
+constexpr int64_t kPredicted = 16;  // the next layer's experts are predicted in steps of up to this many tokens
 
-// Which experts tokens pass: chosen, shares, places [tokens, per_token]. Numbers of experts count from the first one
-// that is here; those that are not are -1. A place is a row among those put together by expert; tokens: whose it is. rows
-// [own]: how many each has. order: the experts that have any; starts: the first row of each of these, and behind the last
-// one the end.
+// The routing of all tokens. chosen, shares, places [tokens, per_token]. chosen: expert, counted from the first one on
+// this device; -1 if it is not on this device. places: index of the row after grouping by expert. tokens: token of each
+// grouped row. rows [own]: number of rows of each expert. order: experts that have rows. starts: first grouped row of
+// each expert in `order`, then the end of the last one.
 struct Routes {
     int64_t *chosen, *places, *tokens, *rows, *order, *starts;
     float *shares;
@@ -38,8 +38,8 @@ struct Routes {
 
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
-// The experts of one token, best first; overwrites the logits. Numbers that are none choose someone too, and the first
-// share is none then either.
+// Selects the experts of one token, best first. Overwrites the logits. NaN logits also select experts; the first share is
+// then NaN.
 void choose(float *logits, const deltic_moe_layer &layer, int64_t *chosen, float *shares) {
     int64_t experts = layer.experts;
     float most = *std::max_element(logits, logits + experts), sum = 0, total = 0;
@@ -56,7 +56,7 @@ void choose(float *logits, const deltic_moe_layer &layer, int64_t *chosen, float
         for (int64_t k = 0; k < layer.per_token; ++k) shares[k] /= total;
 }
 
-// The experts and shares of every token: chosen, shares [tokens, per_token]. Overwrites the logits.
+// Selects the experts of every token: chosen, shares [tokens, per_token]. Overwrites the logits.
 void choose_all(deltic_pool *pool, const deltic_moe_layer &layer, float *logits, int64_t tokens, int64_t *chosen,
                 float *shares) {
     int64_t width = rows_of(layer.router);
@@ -66,7 +66,7 @@ void choose_all(deltic_pool *pool, const deltic_moe_layer &layer, float *logits,
     });
 }
 
-// Who passes which expert, and how many rows each of them has.
+// Selects the experts of all tokens and counts the rows of each expert.
 Routes route(deltic_pool *pool, const deltic_moe_layer &layer, float *logits, int64_t tokens) {
     int64_t rows = tokens * layer.per_token;
     auto numbers = [&](int slot, int64_t count) { return scratch_of<int64_t>(pool, slot, count); };
@@ -84,7 +84,7 @@ Routes route(deltic_pool *pool, const deltic_moe_layer &layer, float *logits, in
     return routes;
 }
 
-// Puts the rows together by expert, in the order of the `passed` experts that some row passes.
+// Groups the rows by expert. The order of the experts is that of `order`, which has `passed` of them.
 void put_together(deltic_pool *pool, const deltic_moe_layer &layer, const Routes &routes, int64_t passed,
                   int64_t rows) {
     auto *next = scratch_of<int64_t>(pool, kNext, layer.own);
@@ -101,7 +101,7 @@ void put_together(deltic_pool *pool, const deltic_moe_layer &layer, const Routes
     }
 }
 
-// Has experts of the next layer be read that its router would choose for this one's input.
+// Starts to read the experts that the next layer's router would select for this layer's input.
 void predict(deltic_pool *pool, Visit &visit, const deltic_moe_layer &next, const float *x, int64_t tokens) {
     int64_t rows = tokens * next.per_token, width = rows_of(next.router);
     float *logits = scratch_of<float>(pool, kGuess, tokens * width);
@@ -112,17 +112,18 @@ void predict(deltic_pool *pool, Visit &visit, const deltic_moe_layer &next, cons
     visit.predict(next.stored, chosen, rows);
 }
 
-// The slice of an expert: the ends of slices ascend.
+// Returns the slice of an expert. ends: of all slices, ascending.
 int64_t slice_of(const int64_t *ends, int64_t expert) {
     int64_t slice = 0;
     while (ends[slice] <= expert) ++slice;
     return slice;
 }
 
-// The tokens' sums, [tokens, hidden]; out: what each row gave, those of the slices of the shared expert last.
+// Sums the outputs of each token's experts to y [tokens, hidden]. out: outputs of all rows, then those of the shared
+// expert's slices [slices, tokens, hidden].
 void add_up(deltic_pool *pool, const deltic_moe_layer &layer, const Routes &routes, const float *logits,
             const float *out, int64_t tokens, int64_t hidden, float *y) {
-    constexpr int64_t kColumns = 256;  // that are added up at a time, so that the slices' sums stay in the first cache
+    constexpr int64_t kColumns = 256;  // columns that are added up at a time; the slices' sums then stay in the L1 cache
     const float *shared = layer.shared ? out + tokens * layer.per_token * hidden : nullptr;
     int64_t ends[DELTIC_SLICES], slices = layer.slices, pieces = (hidden + kColumns - 1) / kColumns;
     find_ends(0, layer.own, 1, slices, ends);
@@ -175,14 +176,14 @@ void moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_lay
     float *wide = scratch_of<float>(pool, kWide, most * both + tokens * shared_both);
     float *gated = scratch_of<float>(pool, kGated, (most * both + tokens * shared_both) / 2);
     float *out = scratch_of<float>(pool, kOut, (rows + (layer.shared ? layer.slices * tokens : 0)) * hidden);
-    // first into the experts, then out of them
+    // in: products with gate_up; back: products with down
     auto *in = scratch_of<Product>(pool, kProducts, 2 * (layer.own + 1)), *back = in + layer.own + 1;
     int64_t count = 0;
     auto pass = [&](const deltic_expert &expert, const int64_t *whose, int64_t of, int64_t start, int64_t wide_start) {
         in[count] = {&expert.gate_up, x, whose, of, wide + wide_start, rows_of(expert.gate_up)};
         back[count++] = {&expert.down, gated + wide_start / 2, nullptr, of, out + start * hidden, hidden};
     };
-    // adds the terms of the experts of some places: `down` of them, or gate_up
+    // adds adapter terms to the products of the experts begin .. end - 1 in `order`: with down or with gate_up
     auto adapt = [&](int64_t begin, int64_t end, bool down) {
         int64_t first = routes.starts[begin];
         LowRankSum sum(pool);
@@ -196,7 +197,7 @@ void moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_lay
             }
         sum.run();
     };
-    // the experts of some places, and the shared one
+    // computes the experts begin .. end - 1 in `order` and, with_shared, the shared expert
     auto compute = [&](int64_t begin, int64_t end, bool with_shared) {
         int64_t first = routes.starts[begin];
         count = 0;
@@ -217,17 +218,17 @@ void moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_lay
         if (many) kernels(pool).silu_mul(pool, wide, gated, many, both / 2);
         if (with_shared)
             kernels(pool).silu_mul(pool, wide + most * both, gated + most * both / 2, tokens, shared_both / 2);
-        // the columns of a group of products are the same
+        // all products of one linear_many call must have the same columns
         bool alike = !with_shared || shared_both == both;
         linear_many(pool, back, alike ? count : routed);
         if (!alike) linear_many(pool, back + routed, count - routed);
         if (adapters) adapt(begin, end, true);
-        // to the first slice
+        // the shared expert's adapter term goes to its first slice
         if (with_shared)
             add_low_ranks(pool, adapters, DELTIC_SHARED_DOWN, gated + most * both / 2, shared_both / 2,
                           out + rows * hidden, hidden, tokens);
     };
-    // of those that are there as many as fit together, but one at least
+    // each pass computes as many of the experts in memory as fit kTogether rows, but at least one
     int64_t done = 0, ready = visit ? visit->resident() : passed;
     bool with_shared = layer.shared;
     while (done < passed || with_shared) {

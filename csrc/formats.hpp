@@ -1,18 +1,18 @@
-// What the kernels need to know of each quantized type: how the packed fields of matrix.hpp become vectors.
+// Traits of the quantized types: how the packed fields of matrix.hpp are converted to vectors.
 //
-// A format says:
-//   kWeights, kBytes   of a packed block of 16 rows
-//   kGroup             weights that share a scale: 16 or 32
-//   kOffset            what is taken from each code, as 128 >> kOffset; kNone: nothing
-//   kLow               how a minimum or an addend comes in: kPlain (not at all), kMinima16, kMinima32 (dmin * minimum
-//                      of each group is taken away) or kAddend (m of each block of 32 is added)
-//   kBits              of a code
-//   code(block, g, i)  codes of the g-th 32 columns: 4 i .. 4 i + 3 of the rows
-//   scale(block, g)    of the g-th group, as a number per row; addend(block, g) likewise
-//   kSequential        whether the bytes of a block are read in order
-//   kUnit, unit(block) whether all scales of a block lack a factor, and that factor
-//   minima(block, i)   of the groups 2 i and 2 i + 1, as pairs of 16 bits; dmin(block)
-// of as many rows as a register has lanes, a part of the panel's.
+// A format defines:
+//   kWeights, kBytes   weights per row and bytes of a packed block of 16 rows
+//   kGroup             weights per scale: 16 or 32
+//   kOffset            each code is reduced by 128 >> kOffset; kNone: by nothing
+//   kLow               how minima or addends enter: kPlain (there are none), kMinima16, kMinima32 (dmin * minimum of
+//                      each group is subtracted) or kAddend (m of each block of 32 is added)
+//   kBits              bits per code that code() returns
+//   code(block, g, i)  codes of columns 4 i .. 4 i + 3 of the g-th 32 columns, for each row
+//   scale(block, g)    scale of the g-th group for each row; addend(block, g) likewise
+//   kSequential        true if the kernels read the bytes of a block in order
+//   kUnit, unit(block) true if all scales of a block lack a common factor; that factor
+//   minima(block, i)   minima of the groups 2 i and 2 i + 1, as 16-bit pairs; dmin(block): their factor
+// The vectors cover as many rows as a register has lanes, which is one part of the panel.
 #pragma once
 #include "simd.hpp"
 
@@ -22,31 +22,31 @@ namespace {
 constexpr int kNone = -1;
 enum Low { kPlain, kMinima16, kMinima32, kAddend };
 
-// A packed block, seen from its row `first` on.
+// A packed block, addressed from its row `first` on.
 struct Block {
     const uint8_t *data;
     int first;
 
-    // What lies at `offset`: a byte of each row, two, four, or four codes.
+    // Pointers to fields of 1, 2 or 4 bytes per row at `offset`, or to four codes per row.
     DELTIC_INLINE const uint8_t *bytes(int offset) const { return data + offset + first; }
     DELTIC_INLINE const uint16_t *halves(int offset) const { return (const uint16_t *)(data + offset) + first; }
     DELTIC_INLINE const uint32_t *words(int offset) const { return (const uint32_t *)(data + offset) + first; }
     DELTIC_INLINE const uint8_t *codes(int offset) const { return data + offset + 4 * first; }
 };
 
-// The i-th vector of codes from planes of bits; see matrix.hpp.
+// The i-th vector of codes from bit planes; see matrix.hpp.
 
 DELTIC_INLINE NativeWords plane8(const uint8_t *from, int i) { return load<NativeWords>(from + 64 * i); }
 DELTIC_INLINE NativeWords plane4(const uint8_t *from, int i) {
     NativeWords both = load<NativeWords>(from + 64 * (i % 4));
-#if defined(__aarch64__)  // which can shift bytes
+#if defined(__aarch64__)  // NEON can shift bytes
     if (i >= 4) return (NativeWords)((NativeBytes)both >> 4);
 #endif
     return (i < 4 ? both : both >> 4) & 0x0f0f0f0fu;
 }
-// Left or, with a negative count, right.
+// Shifts left, or right for a negative count.
 DELTIC_INLINE NativeWords shifted(NativeWords v, int by) { return by < 0 ? v >> -by : v << by; }
-// Two bits of each code, or one, `up` bits higher.
+// Two bits or one bit of each code, shifted left by `up`.
 DELTIC_INLINE NativeWords plane2(const uint8_t *from, int i, int up) {
     return shifted(load<NativeWords>(from + 64 * (i / 4)), up - 2 * (i % 4)) & 0x01010101u * (3u << up);
 }
@@ -58,13 +58,13 @@ DELTIC_INLINE NativeWords map(const uint8_t *table, NativeWords codes) {
 }
 
 #define DELTIC_FOUR_TIMES(...) {__VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__}
-// The sixteen numbers of IQ4_NL and IQ4_XS, each plus 128, and of MXFP4 and NVFP4, doubled, each plus 16.
+// The sixteen numbers of IQ4_NL and IQ4_XS, plus 128; those of MXFP4 and NVFP4, doubled, plus 16.
 alignas(64) constexpr uint8_t kIq4[64] = DELTIC_FOUR_TIMES(1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181,
                                                            197, 217, 241);
 alignas(64) constexpr uint8_t kE2m1[64] = DELTIC_FOUR_TIMES(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4);
 
 struct Without {
-    static constexpr bool kIsBytes = false;  // there is nothing to unpack
+    static constexpr bool kIsBytes = false;  // true: the codes are bytes and need no unpacking
     static constexpr int kOffset = kNone;
     static constexpr Low kLow = kPlain;
     static constexpr bool kSequential = false, kUnit = false;
@@ -74,8 +74,8 @@ struct Without {
     static DELTIC_INLINE Native addend(const Block &, int) { return Native{}; }
 };
 
-// Types with blocks of 32 weights, of which `Blocks` (1 or 8) make a packed one: `Head` bytes of d, perhaps m, each,
-// then the codes.
+// Types with blocks of 32 weights. A packed block consists of `Blocks` (1 or 8) such blocks: first `Head` bytes of d,
+// and of m if the type has it, for each, then the codes. Bytes16: bytes of one row's block.
 template <int Blocks, int Bytes16, int Head> struct Small : Without {
     static constexpr int kWeights = 32 * Blocks, kGroup = 32, kBytes = 16 * Bytes16 * Blocks;
     static DELTIC_INLINE const uint8_t *planes(const Block &block, int g) {
@@ -91,7 +91,7 @@ template <int Blocks> struct Q8_0 : Small<Blocks, 34, 32> {
     static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
         return plane8(Q8_0::planes(block, g), i);
     }
-    // What is multiplied with the scale, of one of 32 columns.
+    // The factor of the scale in the weight of one of 32 columns.
     static DELTIC_INLINE Native number(const Block &block, int g, int column) {
         NativeWords four = code(block, g, column / 4);
         return to_floats((NativeInts)(four >> 8 * (column % 4) & 255) - 128);
@@ -133,7 +133,7 @@ template <int Blocks> struct MXFP4 : FourBits<Blocks, 17, 16> {
     static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
         return map(kE2m1, FourBits<Blocks, 17, 16>::code(block, g, i));
     }
-    // 2^(e - 128)
+    // 2^(e - 128), with subnormal results for e < 2.
     static DELTIC_INLINE Native scale(const Block &block, int g) {
         NativeInts e = native_u8(block.bytes(16 * g)), normal = (e - 1) << 23, is_tiny = e < 2;
         NativeInts tiny = splat<NativeInts>(0x200000) << e;
@@ -141,14 +141,14 @@ template <int Blocks> struct MXFP4 : FourBits<Blocks, 17, 16> {
     }
 };
 
-// Blocks of 256 weights.
+// Types with blocks of 256 weights.
 template <int Bytes16> struct Super : Without {
     static constexpr int kWeights = 256, kBytes = 16 * Bytes16;
     static DELTIC_INLINE Native d(const Block &block) { return native_half(block.halves(0)); }
     static DELTIC_INLINE Native dmin(const Block &block) { return native_half(block.halves(32)); }
 };
 
-// Six bits of a scale (part 0) or minimum (part 1) in nibbles and pairs of bits.
+// A scale (part 0) or minimum (part 1) of six bits: four bits in one byte, two in another.
 template <int Bytes16> struct SixBits : Super<Bytes16> {
     static constexpr int kGroup = 32;
     static constexpr Low kLow = kMinima32;
@@ -200,7 +200,7 @@ struct Q6_K : Super<210> {
         return d(block) * to_floats(native_s8((const int8_t *)block.bytes(32 + 16 * g)));
     }
 };
-// Scales of six bits less 32: nibbles, two to a byte, and pairs of bits, four to a byte.
+// Scales of six bits minus 32: low four bits two to a byte, high two bits four to a byte.
 template <int Bytes16, int Groups> struct Signed : Super<Bytes16> {
     static constexpr int kCodes = 32 + 8 * Groups + 4 * Groups;
     static DELTIC_INLINE Native scale(const Block &block, int g) {
@@ -223,7 +223,7 @@ struct IQ4_XS : Signed<136, 8> {
     }
 };
 
-// Types that GGUF files do not have. A run of columns has its scales in front of its codes.
+// Types that GGUF files do not have. Each run of columns has its scales in front of its codes.
 struct NVFP4 : Without {
     static constexpr int kWeights = 256, kBytes = 16 * 148, kBits = 5, kGroup = 16, kOffset = 3;
     static constexpr int kRun = 64 + 2 * 256;
@@ -236,7 +236,8 @@ struct NVFP4 : Without {
         return native_e4m3(block.bytes(64 + kRun * (g / 4) + 16 * (g % 4)));
     }
 };
-// Groups: of a block of 256, with a scale and a zero point each; kRun: groups of 32 in one of these.
+// Groups: groups of a block of 256, each with a scale and a zero point. kRun: number of 32-column groups in one of
+// them.
 template <int Groups> struct INT4 : Without {
     static constexpr int kWeights = 256, kBytes = 16 * (4 * Groups + 128), kBits = 4, kGroup = 32, kRun = 8 / Groups;
     static constexpr bool kSequential = true;

@@ -42,14 +42,14 @@ int arm_level() {
     int found = 0;
     size_t size = sizeof found;
     bool known = sysctlbyname("hw.optional.arm.FEAT_I8MM", &found, &size, nullptr, 0) == 0;
-    return known && found ? DELTIC_I8MM : DELTIC_DOTPROD;  // all of Apple's processors for the Mac have products
+    return known && found ? DELTIC_I8MM : DELTIC_DOTPROD;  // all Apple processors for the Mac have dot products
 }
 #elif defined(__aarch64__)
 int arm_level() { return DELTIC_PORTABLE; }
 #elif defined(__x86_64__)
 const Processor kProcessor = detect_processor();
 
-// Whether Linux lets this process use the registers of AMX, which a process has to ask for.
+// True if Linux grants this process the AMX tile registers, which a process must request.
 bool may_use_tiles() {
 #if defined(__linux__)
     constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -80,7 +80,8 @@ int64_t fetch_ahead(bool sequential) {
 #if defined(__x86_64__)
     if (kProcessor.intel) return 4096;  // 1.2 times as fast as 1536 (Emerald Rapids), no slower up to 16384
 #endif
-    // From 2048 on Zen 4 loses its own view of the stream, and a third of the speed. It sees a sequential one best alone.
+    // From 2048 on, Zen 4's hardware prefetcher loses the stream, which costs a third of the speed. A sequential stream
+    // is fastest without software prefetch.
     return sequential ? 0 : 1536;
 }
 

@@ -1,10 +1,11 @@
-// The kernels of every processor level.
+// The kernel table of every processor level.
 #pragma once
 #include "deltic.h"
 
 namespace deltic {
 
-// Some rows of x times a weight: y [count, stride] gets x[rows[i]] weight^T in its leading columns. rows null: 0, 1, ...
+// Some rows of x times a weight: row i of y [count, stride] gets x[rows[i]] weight^T in its leading columns. rows null:
+// the rows 0, 1, ...
 struct Product {
     const deltic_weight *weight;
     const float *x;
@@ -12,23 +13,23 @@ struct Product {
     int64_t count;
     float *y;
     int64_t stride;
-    int64_t apart = 0;                 // numbers from a slice's y to the next one's; 0: slices are added in pairs
-    bool fine = false, again = false;  // as of linear_fine
+    int64_t apart = 0;                 // distance in floats between the y of two slices; 0: slices are added in pairs
+    bool fine = false, again = false;  // as in linear_fine
 };
 
-// Attention of all tokens of a sequence to each other; sequence i has the tokens from starts[i] to starts[i + 1].
+// Full attention within each sequence. Sequence i has the tokens starts[i] .. starts[i + 1] - 1.
 struct Attention {
-    const float *qkv, *bias;        // [tokens, 3 * hidden], [3 * hidden]: queries, keys and values of all heads each
-    const float *cosines, *sines;   // [tokens, head_dim / 2], by which queries and keys turn; null: they do not
+    const float *qkv, *bias;        // [tokens, 3 * hidden], [3 * hidden]: queries of all heads, then keys, then values
+    const float *cosines, *sines;   // [tokens, head_dim / 2]: rotary factors of queries and keys; null: no rotation
     const int64_t *starts;          // [sequences + 1]
     int64_t sequences, heads, head_dim;
-    int64_t first_head, end_head;   // those that are wanted
-    int64_t first, end;             // so are these queries of each sequence, as far as it has them
-    bool narrow;                    // queries, keys, weights and values may be rounded to bfloat16
+    int64_t first_head, end_head;   // range of heads to compute
+    int64_t first, end;             // range of queries to compute in each sequence, as far as it has them
+    bool narrow;                    // allows rounding of queries, keys, attention weights and values to bfloat16
     float *out;                     // [tokens, hidden]
 };
 
-// What every level defines in its own namespace, from the same sources; see deltic.h and matrix.hpp.
+// Functions that every level defines in its namespace, from the same sources. See deltic.h and matrix.hpp.
 #define DELTIC_KERNELS                                                                                                 \
     void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y,              \
                 int64_t stride);                                                                                       \
@@ -75,7 +76,7 @@ DELTIC_DECLARE(avx2)
 DELTIC_DECLARE(avx512)
 DELTIC_DECLARE(vnni)
 DELTIC_DECLARE(bf16)
-DELTIC_DECLARE(amx)  // linear layers; the others are those of bf16
+DELTIC_DECLARE(amx)  // only linear layers; the other kernels are those of bf16
 #elif defined(__aarch64__)
 DELTIC_DECLARE(dotprod)
 DELTIC_DECLARE(i8mm)
@@ -98,21 +99,21 @@ struct Kernels {
     decltype(&portable::layer_norm) layer_norm;
     decltype(&portable::gelu) gelu;
     decltype(&portable::add_bias) add_bias;
-    // These work in the calling thread alone. See rows.cpp.
+    // These run in the calling thread only. See rows.cpp.
     decltype(&portable::dots) dots;
     decltype(&portable::gate_rounded) gate_rounded;
     decltype(&portable::low_rank_in) low_rank_in;
     decltype(&portable::low_rank_out) low_rank_out;
 };
 
-// Weights are fetched into the second-level cache so many bytes before they are needed: computing goes too slowly for
-// some processors to see the stream and do it themselves.
+// Prefetch distance of weights into L2, in bytes. The kernels compute too slowly for the hardware prefetchers of some
+// processors to detect the stream.
 int64_t fetch_ahead(bool sequential);
 
-// Of a level; null if the processor or the build lacks it.
+// The kernels of a level; null if the processor or the build lacks it.
 const Kernels *kernels_of(int level);
 
-// Of a pool's level.
+// The kernels of a pool's level.
 const Kernels &kernels(const deltic_pool *pool);
 
 }  // namespace deltic

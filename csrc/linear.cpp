@@ -1,8 +1,8 @@
-// Linear layers: panels of 16 weight rows times tiles of a few tokens.
+// Linear layers: panels of 16 weight rows times tiles of up to kTile tokens.
 //
-// A token's result is built from its own numbers in one order, whatever its tile is: groups of 32 columns one after
-// another, exact integer sums inside, one `fma` per scale. Weights stream through once per tile; a panel stays in the
-// second-level cache while all tiles pass.
+// A token's result does not depend on the tile size. Its sums always run in one order: groups of 32 columns in
+// sequence, exact integer sums within a group, one `fma` per scale. Each tile reads the weights once. A panel stays in
+// L2 until all tiles have read it.
 #include <bit>
 #include <utility>
 
@@ -18,26 +18,26 @@ namespace deltic::DELTIC_LEVEL {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kTile = 12;          // accumulators for 12 tokens, twice, and the weights fit 32 registers
+constexpr int kTile = 12;          // two sets of accumulators for 12 tokens, and the weights, fit 32 registers
 #elif defined(__ARM_FEATURE_DOTPROD)
-constexpr int kTile = 8;           // sums of 4 rows and 8 tokens, twice, and their weights
+constexpr int kTile = 8;           // two sets of accumulators for 4 rows and 8 tokens, and the weights
 #elif defined(__AVX2__)
 constexpr int kTile = 4;
 #else
 constexpr int kTile = 2;
 #endif
-constexpr int64_t kPiece = 65536;  // bytes of weights that are worth handing to a thread
+constexpr int64_t kPiece = 65536;  // bytes of weights, about, that justify a piece of work for a thread
 
-// Few sizes of tiles, so that each can be compiled for itself.
+// Every tile size is a separate template instance, so only a few sizes exist.
 constexpr bool is_size(int size) { return size <= kTile && (size <= 4 || size == 8 || size == 12); }
-// Tokens of the next tile when `rest` are left.
+// Size of the next tile when `rest` tokens are left.
 int tile_of(int64_t rest) {
     int size = int(least(rest, kTile));
     while (!is_size(size)) --size;
     return size;
 }
 
-// Where tiles share unpacked weights, and where bfloat16 is multiplied on tiles of AMX.
+// kUnpacks: several tiles share weights that were unpacked once. kAmx: bfloat16 products use AMX tiles.
 #if defined(__AVX512F__)
 constexpr bool kUnpacks = true;
 #else
@@ -48,22 +48,22 @@ constexpr bool kAmx = true;
 #else
 constexpr bool kAmx = false;
 #endif
-constexpr int kTogether = 64;  // tokens of such tiles
+constexpr int kTogether = 64;  // maximum tokens per kernel call in these two cases
 
-// The forms of activations that weights want.
+// Activation formats. The weight type determines which one a matrix needs.
 enum Form { kFloat32, kBfloat16, kInt8x256, kInt8x32, kInt8Fine, kForms };
 
-// A tile of T tokens rounded to 8 bits.
-//   codes    [columns / 32][T][8] int32: four codes
+// A tile of T tokens, quantized to 8 bits.
+//   codes    [columns / 32][T][8] int32: four int8 codes each
 //   scales   [columns / block][T] float
-//   whole32  [columns / 32][T] int32: -128 times the sum of the codes; whole16 the same of 16 columns
-//   sums32   [columns / 32][T] float: the sum itself
-//   pairs32  [columns / 64][T] two int16: sums of two groups of 32; pairs16 [columns / 32][T] of two groups of 16
-// Of kInt8Fine, which has a scale for each 32 columns, single numbers that are much larger than the others of their token
-// may be left out of the codes and stay as they are. Where one token of a tile has such a number, all have one: it is 0,
-// which changes no bit, of those whose codes have it.
-//   singles  [columns / 32] int32: how many columns of the block have such numbers
-//   places   [columns / 32][32] int32: which ones
+//   whole32  [columns / 32][T] int32: -128 times the sum of the codes of 32 columns; whole16: the same for 16 columns
+//   sums32   [columns / 32][T] float: the sum of the codes of 32 columns
+//   pairs32  [columns / 64][T] two int16: code sums of two groups of 32; pairs16 [columns / 32][T]: of two groups of 16
+// kInt8Fine has a scale per 32 columns. Optionally, outliers (single numbers much larger than the others of their
+// token) have no code and stay in float32. If one token of a tile has an outlier in a column, all tokens get a value
+// for that column: 0 for a token whose code holds the number. Adding the 0 changes no bit of that token's result.
+//   singles  [columns / 32] int32: number of outlier columns in the group
+//   places   [columns / 32][32] int32: indices of these columns in the group
 //   values   [columns / 32][32][T] float
 struct Int8Tile {
     const int32_t *codes;
@@ -92,8 +92,8 @@ struct Int8Tile {
     }
 };
 
-// Of kBfloat16: two numbers in a word where an instruction multiplies such pairs, else each as the float that it is, and
-// 0 behind an odd last one.
+// kBfloat16 packs two columns into a word if an instruction multiplies such pairs. Otherwise a word holds one number,
+// widened to float32. An odd last column is followed by a 0.
 #if defined(__AVX512BF16__)
 constexpr bool kPairs = true;
 #else
@@ -102,13 +102,14 @@ constexpr bool kPairs = false;
 
 int64_t token_words(Form form, int64_t columns) {
     if (form == kFloat32) return columns;
-    // for tiles of AMX whole rows, an odd number of cache lines long: rows would else share few places of the cache
+    // AMX tiles take whole rows. The pitch is an odd number of cache lines: rows would otherwise share few cache sets.
     if (form == kBfloat16 && kAmx) return (columns + 31) / 32 * 16 | 16;
     if (form == kBfloat16) return kPairs ? (columns + 1) / 2 : (columns + 1) / 2 * 2;
     return Int8Tile::words(columns, form == kInt8Fine);
 }
 
-// Numbers stay as they are whose square is above so many times the mean of those of their token's blocks' largest ones.
+// Outlier threshold: a number is an outlier if its square exceeds kLarge times the mean square of the maxima of its
+// token's groups of 32.
 constexpr float kLarge = 1.4f;
 
 struct Rounded {
@@ -116,9 +117,9 @@ struct Rounded {
     float scale;
 };
 
-// The scale of a block of columns; NaN where a number is not finite, so that the result is NaN too.
+// The scale of a block of columns. It is NaN if a number is not finite, so that the result is NaN too.
 Rounded scale_of(const float *x, int columns) {
-    Ints largest = {};  // numbers without their signs are in the order of their bits
+    Ints largest = {};  // magnitudes of floats have the order of their bits
     for (int i = 0; i < columns; i += kLanes) largest = maximum(largest, load<Ints>(x + i) & 0x7fffffff);
     float most = std::bit_cast<float>(max_lanes(largest));
     if (!(most < INFINITY)) return {Floats{}, NAN};
@@ -126,7 +127,7 @@ Rounded scale_of(const float *x, int columns) {
     return {splat(127.0f / most), most / 127.0f};
 }
 
-// One token into place `t` of a tile of `tokens`.
+// Quantizes one token into position `t` of a tile of `tokens`.
 void round_token(const float *x, int64_t columns, int block, const Int8Tile &tile, int t, int tokens) {
     auto *codes = const_cast<int32_t *>(tile.codes), *whole32 = const_cast<int32_t *>(tile.whole32);
     auto *whole16 = const_cast<int32_t *>(tile.whole16), *pairs32 = const_cast<int32_t *>(tile.pairs32);
@@ -156,7 +157,7 @@ void round_token(const float *x, int64_t columns, int block, const Int8Tile &til
     }
 }
 
-// 32 numbers to codes of steps of 1 / inverse. Returns their sums, in no order.
+// Quantizes 32 numbers with the step 1 / inverse. Returns a vector whose lanes add up to the sum of the codes.
 DELTIC_INLINE Ints round_group(Floats low, Floats high, float inverse, int32_t *codes) {
     // adding 1.5 * 2^23 rounds to an integer, ties to even
     Ints first = (Ints)(low * inverse + 12582912.0f) - 0x4b400000;
@@ -167,16 +168,17 @@ DELTIC_INLINE Ints round_group(Floats low, Floats high, float inverse, int32_t *
 }
 
 DELTIC_INLINE Floats size_of(Floats v) { return (Floats)((Ints)v & 0x7fffffff); }
-// 0 where a number is larger than `limit`.
+// Replaces numbers whose magnitude exceeds `limit` with 0.
 DELTIC_INLINE Floats without_large(Floats v, Floats limit) { return choose(less(limit, size_of(v)), Floats{}, v); }
 
-// The larger ones of 32 numbers without their signs, whose bits are in the order of the numbers.
+// Lane-wise maxima of the magnitudes of 32 numbers, as bits, whose order is that of the magnitudes.
 DELTIC_INLINE Ints largest_of(Floats low, Floats high) {
     return maximum((Ints)low & 0x7fffffff, (Ints)high & 0x7fffffff);
 }
 
-// One token into place `t` of a tile; if `again`, without the numbers above a limit, which is returned. Blocks that are
-// not finite have the scale NaN, and codes that say nothing. Four blocks are looked at together.
+// Quantizes one token into position `t` of a tile, in steps of four groups. If `again`, leaves out numbers whose
+// magnitude exceeds a limit. Returns the limit (infinity without `again`). A group with a number that is not finite
+// gets the scale NaN and arbitrary codes.
 float round_fine(const float *x, int64_t columns, bool again, const Int8Tile &tile, int t, int tokens) {
     auto *scales = const_cast<float *>(tile.scales);
     auto *codes = const_cast<int32_t *>(tile.codes), *whole = const_cast<int32_t *>(tile.whole32);
@@ -192,7 +194,7 @@ float round_fine(const float *x, int64_t columns, bool again, const Int8Tile &ti
         squares = fma(four, four, squares);
         store(most + g, four);
     }
-    // the four sums are there four times
+    // max_of_four returns each of its four results in four lanes
     float limit = again ? std::sqrt(kLarge / 4 * sum_lanes(squares) / float(groups)) : INFINITY;
     for (int64_t g = 0; again && g < groups; ++g)
         if (most[g] > limit) {
@@ -221,7 +223,7 @@ float round_fine(const float *x, int64_t columns, bool again, const Int8Tile &ti
     return limit;
 }
 
-// The numbers that stay as they are, of blocks in which a token has one. x: the tokens' rows.
+// Stores the outliers of all groups in which a token has one. x: the rows of the tokens.
 void keep_singles(const float *const *x, const float *limits, int64_t columns, const Int8Tile &tile, int tokens) {
     auto *singles = const_cast<int32_t *>(tile.singles), *places = const_cast<int32_t *>(tile.places);
     auto *values = const_cast<float *>(tile.values);
@@ -247,7 +249,7 @@ void keep_singles(const float *const *x, const float *limits, int64_t columns, c
 void pair_codes(int32_t *codes, int64_t columns, int tokens);
 #endif
 
-// Rows of a product's input from `first` on.
+// Builds one tile from `tokens` rows of the product's input, starting at row `first`.
 void fill_tile(const Product &product, int64_t first, int64_t columns, int tokens, Form form, int32_t *tile) {
     Int8Tile rounded(tile, columns, tokens);
     if (form == kInt8Fine) std::memset(const_cast<int32_t *>(rounded.singles), 0, size_t(columns / 32) * 4);
@@ -296,7 +298,7 @@ template <int T> struct Sums {
     DELTIC_INLINE Sums sums() const { return *this; }
 };
 
-// Sums of 16 rows in registers.
+// Accumulators of 16 rows in registers.
 template <int T> struct Rows {
     static constexpr int kParts = kLanes / kNative;
     Native of[kParts][T] = {};
@@ -309,13 +311,12 @@ template <int T> struct Rows {
     }
 };
 
-// What a range of columns is added to a total with: its first and its end, in blocks of the packed matrix. Weights are
-// fetched into the second-level cache `ahead` bytes before they are needed.
+// A range of columns, in blocks of the packed matrix. Kernels prefetch weights into L2 `ahead` bytes before their use.
 struct Range {
     int64_t begin, end, ahead;
 };
 
-// Has so many bytes come into the second-level cache.
+// Prefetches `Bytes` bytes into L2.
 template <int64_t Bytes> DELTIC_INLINE void fetch(const uint8_t *from) {
     for (int64_t at = 0; at < Bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
 }
@@ -325,7 +326,7 @@ template <int64_t Bytes> DELTIC_INLINE void fetch(const uint8_t *from) {
 #else
 template <int T> using Int8Rows = Rows<T>;
 
-// Weights that are one number per row and column; `Load` makes them Floats.
+// Unquantized weights: one number per row and column. `Load` converts a column of the panel to Floats.
 template <int T, typename Number, Floats Load(const Number *)>
 DELTIC_INLINE void times_floats(const uint8_t *panel, const int32_t *tile, int64_t, Range range, Sums<T> &total) {
     const int64_t ahead = range.ahead;
@@ -350,7 +351,7 @@ DELTIC_INLINE void times_bf16(const uint8_t *panel, const int32_t *tile, int64_t
         for (int t = 0; t < T; ++t) total.of[0][t] = dot2_bf16(total.of[0][t], w, uint32_t(tile[k * T + t]));
 #else
 #pragma GCC unroll 2
-        for (int column = 0; column < 2; ++column)  // in turn, as there are few registers
+        for (int column = 0; column < 2; ++column)  // one at a time, since registers are few
 #pragma GCC unroll 12
             for (int t = 0; t < T; ++t) {
                 Native x = splat<Native>(std::bit_cast<float>(tile[(2 * k + column) * T + t]));
@@ -365,11 +366,11 @@ DELTIC_INLINE void times_bf16(const uint8_t *panel, const int32_t *tile, int64_t
     }
 }
 
-// Groups with a scale of their own among 32 columns.
+// Number of groups with a separate scale in 32 columns.
 template <class Format> constexpr int kHalves = 32 / Format::kGroup;
 
-// Integer sums of codes of a group of 32 columns, or of a half of it, with the activations x, from what the offset
-// makes of the sums of these, `whole`.
+// Integer dot products of weight codes and activation codes `x` over 32 columns or half of them. The sums start with
+// the correction for the format's offset: `whole` (see Int8Tile), shifted.
 template <class Format, int T>
 DELTIC_INLINE void dots(const Block &block, int g, int half, const int32_t *x, const int32_t *whole,
                         NativeInts out[T]) {
@@ -390,7 +391,8 @@ DELTIC_INLINE void dots(const Block &block, int g, int half, const int32_t *x, c
 #if defined(__AVX2__) && !defined(__AVX512F__)
     const __m256i ones = _mm256_set1_epi16(1);
     if constexpr (kSigned) {
-        // less their offset, 128, as lengths and signs: two products of lengths of at most 128 and 127 fit 16 bits
+        // Subtracts the offset, 128, and splits the codes into magnitudes and signs. The sum of two products of
+        // magnitudes of at most 128 and 127 fits 16 bits.
         static_assert(Format::kOffset == 0);
 #pragma GCC unroll 8
         for (int i = 0; i < kEach; ++i) {
@@ -402,7 +404,7 @@ DELTIC_INLINE void dots(const Block &block, int g, int half, const int32_t *x, c
             }
         }
     } else {
-        // as many pairs of products as fit 16 bits are added up there
+        // adds up as many pairs of products in 16 bits as fit
         constexpr int kPair = 2 * 127 * ((1 << Format::kBits) - 1), kFit = 32767 / kPair;
         constexpr int kRun = kFit < kEach ? kFit : kEach;
         static_assert(kEach % kRun == 0);
@@ -427,8 +429,8 @@ DELTIC_INLINE void dots(const Block &block, int g, int half, const int32_t *x, c
 #endif
 }
 
-// Adds the integer sums of a group of the block, which is `group` of the tile's groups of 32 columns or a half of it.
-// Fine: activations of kInt8Fine, whose sums are totals.
+// Scales the integer sums of the block's g-th group and adds them to `sum`. group: index of its 32 columns in the tile.
+// Fine: for kInt8Fine activations, which have a scale per group; `sum` then holds totals.
 template <class Format, int T, bool Fine>
 DELTIC_INLINE void add_dots(const Block &block, const Int8Tile &tile, const NativeInts dot[T], int g, int64_t group,
                             Native sum[T]) {
@@ -453,7 +455,8 @@ DELTIC_INLINE void add_dots(const Block &block, const Int8Tile &tile, const Nati
     }
 }
 
-// The sums of a part of the panel's rows over 32 columns, the g-th ones of the block.
+// Adds the products of the block's g-th 32 columns, for one part (kNative rows) of the panel. group: their index in the
+// tile.
 template <class Format, int T, bool Fine = false>
 DELTIC_INLINE void add_group(const Block &block, const Int8Tile &tile, int g, int64_t group, Native sum[T]) {
     constexpr int kEach = kHalves<Format>;
@@ -466,7 +469,7 @@ DELTIC_INLINE void add_group(const Block &block, const Int8Tile &tile, int g, in
     }
 }
 
-// What is taken away for the minima of a block's groups.
+// Subtracts the minima of a block's groups: dmin * minimum * sum of the activation codes.
 template <class Format, int T>
 DELTIC_INLINE void take_minima(const Block &block, const Int8Tile &tile, int64_t b, Native sum[T]) {
     constexpr int kPairs = Format::kLow == kMinima16 ? 8 : 4;
@@ -483,7 +486,7 @@ DELTIC_INLINE void take_minima(const Block &block, const Int8Tile &tile, int64_t
     });
 }
 
-// What the sums of a block are multiplied with, `scale` being that of its activations.
+// The factor of a block's sums. scale: the scale of the activations.
 template <class Format> DELTIC_INLINE Native scale_of_block(const Block &block, float scale) {
     Native numbers = splat<Native>(scale);
     return Format::kUnit ? numbers * Format::unit(block) : numbers;
@@ -505,7 +508,7 @@ DELTIC_INLINE void times_int8(const uint8_t *panel, const int32_t *memory, int64
         auto fetch_next = [&](int g) DELTIC_INLINE_LAMBDA {
             if (!Format::kSequential || ahead) fetch<kStep>(data + g * kStep + ahead);
         };
-        if constexpr (T > 2)  // what there are too few registers for at once
+        if constexpr (T > 2)  // one part at a time: the registers do not hold the sums of all parts
 #pragma GCC unroll 4
             for (int part = 0; part < Rows<T>::kParts; ++part)
                 for (int g = 0; g < kGroups; ++g) {
@@ -531,7 +534,7 @@ DELTIC_INLINE void times_int8(const uint8_t *panel, const int32_t *memory, int64
     }
 }
 
-// Activations of kInt8Fine.
+// kInt8Fine activations.
 template <class Format, int T>
 DELTIC_INLINE void times_fine(const uint8_t *panel, const int32_t *memory, int64_t columns, Range range,
                               Rows<T> &total) {
@@ -555,7 +558,7 @@ DELTIC_INLINE void times_fine(const uint8_t *panel, const int32_t *memory, int64
 #include "unpacked.hpp"
 #endif
 
-// Weights and bytes of a block, and the sums that it is added to.
+// Weights per row and bytes of a packed block, and the type of the accumulators.
 template <int T, int Weights, int Bytes, class Sum> struct Multiply {
     static constexpr int64_t kWeights = Weights, kBytes = Bytes;
     static constexpr bool kSequential = false;
@@ -583,14 +586,15 @@ template <class Format, int T, bool Fine> struct Int8 : Multiply<T, Format::kWei
 
 // ---- Slices of columns.
 
-constexpr int kDepth = std::bit_width(unsigned(DELTIC_SLICES));  // of the tree in which slices are added
+constexpr int kDepth = std::bit_width(unsigned(DELTIC_SLICES));  // depth of the binary tree that adds the slices
 
-// The columns of a matrix, and where the slices of each of `runs` runs of `width` end.
+// The columns of a matrix: `runs` runs of `width` columns, each cut into the same slices. ends: the end of each slice
+// within a run.
 struct Columns {
     int64_t all, runs, width, slices, ends[DELTIC_SLICES];
 };
 
-// As slice_unit there.
+// Same as slice_unit in deltic/ops/slices.py.
 int64_t slice_unit(const deltic_matrix &matrix) {
     if (block_shape(matrix.type).weights < 32) return 16;
     return matrix.columns % 256 == 0 ? 256 : 32;
@@ -605,13 +609,13 @@ Columns columns_of(const deltic_weight &weight, const deltic_matrix &matrix) {
         columns.runs = matrix.columns / width;
         columns.width = width;
     } else {
-        unit = matrix.columns;  // slices would end within units: the first one has all columns
+        unit = matrix.columns;  // slices would end within a unit: the first slice gets all columns
     }
     find_ends(0, columns.width, unit, weight.slices, columns.ends);
     return columns;
 }
 
-// The columns of a slice in one of the runs. Where there are several, what comes next lies elsewhere.
+// The columns of a slice in one run. With several runs, the next range lies elsewhere: `ahead` becomes its distance.
 template <class Times> DELTIC_INLINE Range range_of(const Columns &columns, int64_t slice, int64_t run, int64_t ahead) {
     auto start = [&](int64_t of, int64_t in) { return in * columns.width + (of ? columns.ends[of - 1] : 0); };
     int64_t begin = start(slice, run), end = run * columns.width + columns.ends[slice];
@@ -626,7 +630,7 @@ template <class Times> DELTIC_INLINE Range range_of(const Columns &columns, int6
 
 // ---- All panels times all tiles.
 
-// A kernel for one size of tiles, or for several tiles: writes `rows` (at most 16) of the panel for `tokens`.
+// A kernel for one tile size, or for several tiles at once. Writes `rows` (at most 16) rows of the panel for `tokens`.
 using Kernel = void (*)(const uint8_t *panel, const int32_t *tile, const Columns &columns, float *y, int64_t stride,
                         int64_t apart, int64_t rows, int64_t tokens);
 
@@ -643,7 +647,7 @@ template <int T, class Times>
 void write(const uint8_t *panel, const int32_t *tile, const Columns &columns, float *y, int64_t stride, int64_t apart,
            int64_t rows, int64_t tokens) {
     const int64_t ahead = fetch_ahead(Times::kSequential);
-    Sums<T> pending[kDepth];  // subtrees that wait for their neighbour, by their depth
+    Sums<T> pending[kDepth];  // subtree sums without their sibling, by depth
     for (int64_t slice = 0; slice < columns.slices; ++slice) {
         typename Times::Total total = {};
         for (int64_t run = 0; run < columns.runs; ++run)
@@ -660,11 +664,11 @@ void write(const uint8_t *panel, const int32_t *tile, const Columns &columns, fl
     }
 }
 
-// Several tiles, with their totals in memory. total(slice, totals [kTogether]) makes those of a slice.
+// Like `write`, for several tiles with totals in memory. total(slice, totals [kTogether]) computes those of a slice.
 template <typename Total>
 DELTIC_INLINE void write_slices(const Columns &columns, float *y, int64_t stride, int64_t apart, int64_t rows,
                                 int64_t tokens, Total &&total) {
-    Floats sums[kTogether], pending[kDepth][kTogether];  // as in `write`
+    Floats sums[kTogether], pending[kDepth][kTogether];
     for (int64_t slice = 0; slice < columns.slices; ++slice) {
         total(slice, sums);
         int depth = 0;
@@ -703,7 +707,8 @@ void write_unpacked(const uint8_t *panel, const int32_t *memory, const Columns &
 #endif
 
 #if defined(__AMX_BF16__)
-// 32 columns, or those that are left, to the sums of up to four tiles of tokens.
+// Adds the products of 32 columns, or of the last ones, to the accumulators of up to four tiles of tokens. A, B: AMX
+// registers for activations and weights.
 template <int A, int B>
 DELTIC_INLINE void add_tiles(const uint8_t *weights, const uint8_t *x, int64_t pitch, int count) {
     load_tile<B>(weights, 64);
@@ -715,7 +720,7 @@ DELTIC_INLINE void add_tiles(const uint8_t *weights, const uint8_t *x, int64_t p
     });
 }
 
-// bfloat16: the sums of a slice stay in tiles.
+// bfloat16 with AMX: the accumulators of a slice stay in tile registers.
 void write_bf16(const uint8_t *panel, const int32_t *memory, const Columns &columns, float *y, int64_t stride,
                 int64_t apart, int64_t rows, int64_t tokens) {
     using Times = Multiply<1, 2, 64, Rows<1>>;
@@ -752,11 +757,11 @@ void write_bf16(const uint8_t *panel, const int32_t *memory, const Columns &colu
 
 struct KernelSet {
     Form form;
-    int64_t tile, together;  // tokens of the largest tile, and how many its kernel takes
-    Kernel of[17];           // by the size of tiles
+    int64_t tile, together;  // tokens of the largest tile; maximum tokens per call of its kernel
+    Kernel of[17];           // by tile size
 };
 
-// kernel(size), as a constant.
+// kernel(size) returns the kernel for a tile size. `size` is an integral constant.
 template <typename Make> constexpr KernelSet kernel_set(Form form, int64_t together, Make &&kernel) {
     KernelSet set{form, kTile, together, {}};
     unrolled<kTile>([&](auto at) {
@@ -818,14 +823,14 @@ KernelSet kernels_for(int64_t type, int64_t columns, bool fine) {
     }
 }
 
-// The inputs of one product, as its matrices want them.
+// The activation formats that the matrices of one product need.
 struct Input {
-    uint32_t forms;         // one bit each
-    int64_t start[kForms];  // rows of products before it that are wanted in the form too
-    int64_t first_piece;    // of the work of making tiles
+    uint32_t forms;         // one bit per Form
+    int64_t start[kForms];  // rows of earlier products in the same format
+    int64_t first_piece;    // first piece in the loop that builds tiles
 };
 
-// The work on one matrix.
+// One matrix of a product.
 struct Part {
     deltic_matrix matrix;
     Columns columns;
@@ -834,7 +839,7 @@ struct Part {
     int64_t product, panel_bytes, panels_per_piece, first_piece, first_row;
 };
 
-// Which of `count` items, whose first pieces ascend from 0, the piece belongs to.
+// Index of the item that contains `piece`. The items' first pieces ascend from 0.
 template <class Item> DELTIC_INLINE int64_t owner(const Item *items, int64_t count, int64_t piece) {
     int64_t low = 0, high = count;
     while (high - low > 1) {
@@ -863,7 +868,7 @@ void run_piece(const Part &part, const Product &product, int64_t piece) {
     }
 }
 
-// The tiles of `kTile` rows of a product's input, in each form that is wanted.
+// Builds the tiles for one piece (`kTile` rows) of a product's input, in each format that it needs.
 void make_tiles(const Product &product, const Input &input, int32_t *const *tiles, int64_t columns, int64_t piece) {
     int64_t begin = piece * kTile, end = least(begin + kTile, product.count);
     for (int form = 0; form < kForms; ++form) {
@@ -877,7 +882,7 @@ void make_tiles(const Product &product, const Input &input, int32_t *const *tile
     }
 }
 
-// inputs [count], parts [4 * count]: memory to work in.
+// inputs [count], parts [4 * count]: working memory.
 void multiply(deltic_pool *pool, const Product *products, int64_t count, Input *inputs, Part *parts) {
     int64_t columns = products[0].weight->parts[0].columns, fills = 0, pieces = 0, matrices = 0, rows[kForms] = {};
     for (int64_t i = 0; i < count; ++i) {

@@ -1,19 +1,19 @@
-// Panels times tiles with the integer products of ARM64. linear.cpp includes it in its namespace, instead of the plain
-// code there: the operations on the sum of a row and a token are the same, in the same order.
+// Panels times tiles with the integer dot products of ARM64. linear.cpp includes this file in its namespace, in place
+// of its generic kernels. The sum of a row and a token takes the same operations in the same order in both.
 //
-// Sums of two tokens may lie in pairs (matrix products of i8mm make them so): the vectors 2 p and 2 p + 1 of a part
-// have, of tokens a = 2 p and b = a + 1, rows 0 a, 0 b, 1 a, 1 b and rows 2 a, 2 b, 3 a, 3 b.
+// Accumulators of two tokens may be interleaved, as the matrix products of i8mm produce them. For tokens a = 2 p and
+// b = a + 1, vector 2 p of a part has the sums (row, token) 0 a, 0 b, 1 a, 1 b; vector 2 p + 1 has 2 a, 2 b, 3 a, 3 b.
 #pragma once
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-template <int T> constexpr bool kPaired = T % 4 == 0;  // two tokens do not pay for putting rows in pairs
+template <int T> constexpr bool kPaired = T % 4 == 0;  // for two tokens, interleaving rows costs more than it saves
 #else
 template <int T> constexpr bool kPaired = false;
 #endif
 
 constexpr int kParts = kLanes / kNative;
 
-// body(std::integral_constant i) for i from 0 to N - 1: lanes of instructions are constants.
+// Calls body(std::integral_constant i) for i = 0 .. N - 1: instructions need constant lane numbers.
 template <typename Body, int... I> DELTIC_INLINE void each(std::integer_sequence<int, I...>, Body &&body) {
     (body(std::integral_constant<int, I>()), ...);
 }
@@ -23,7 +23,7 @@ template <int N, typename Body> DELTIC_INLINE void each(Body &&body) {
 
 // ---- Activations.
 
-// The codes of two tokens in turn, 8 columns each: what a matrix product takes.
+// Interleaves the codes of two tokens, 8 columns each, as the matrix product takes them.
 void pair_codes(int32_t *codes, int64_t columns, int tokens) {
     for (int64_t pair = 0; pair < columns / 32 * (tokens / 2); ++pair, codes += 16) {
         int64x2_t first[2], second[2];
@@ -38,7 +38,7 @@ void pair_codes(int32_t *codes, int64_t columns, int tokens) {
     }
 }
 
-// A number of each token, as the j-th vector of a part wants it.
+// A number per token, in the lane order of the j-th vector of a part.
 template <int T> DELTIC_INLINE NativeInts token_ints(const int32_t *from, int j) {
     if constexpr (kPaired<T>) {
         int64_t both;
@@ -53,7 +53,7 @@ template <int T> DELTIC_INLINE Native token_floats(const float *from, int j) {
 
 // ---- Rows.
 
-// A number of each row, as the even and the odd vectors of a part want it.
+// A number per row, in the lane orders of the even and of the odd vectors of a part.
 template <int T> struct PerRow {
     Native of[2];
 
@@ -84,8 +84,8 @@ template <int T> struct PairedRows {
 
 template <int T> using Int8Rows = std::conditional_t<kPaired<T>, PairedRows<T>, Rows<T>>;
 
-// Taking a format's offset from the codes costs as much as taking it from the sums of a few tokens. Codes of 8 bits are
-// signed only so.
+// True if the offset is subtracted from the codes, not from the sums; for a few tokens, both cost the same. Codes of 8
+// bits always need it to become signed.
 template <class Format, int T>
 constexpr bool kCentred = Format::kOffset != kNone && (T > 2 || Format::kBits == 8);
 
@@ -95,7 +95,7 @@ template <class Format, int T> DELTIC_INLINE int8x16_t codes_of(const Block &blo
     return codes;
 }
 
-// Adds the products of 16 columns, the `quarter`-th half of the 32 of x.
+// Adds the products of 16 columns: the first (quarter = 0) or second half of the 32 columns of x.
 template <class Format, int T>
 DELTIC_INLINE void add_quarter(const Block &block, int g, int quarter, const int32_t *x, NativeInts sum[T]) {
     int8x16_t codes[4];
@@ -128,10 +128,10 @@ DELTIC_INLINE void add_quarter(const Block &block, int g, int quarter, const int
     }
 }
 
-// Groups with a scale of their own among 32 columns.
+// Number of groups with a separate scale in 32 columns.
 template <class Format> constexpr int kHalves = 32 / Format::kGroup;
 
-// Integer sums of one such group.
+// Integer dot products over one such group.
 template <class Format, int T>
 DELTIC_INLINE void dots(const Block &block, int g, int half, const int32_t *x, const int32_t *whole,
                         NativeInts sum[T]) {
@@ -149,7 +149,7 @@ DELTIC_INLINE void dots(const Block &block, int g, int half, const int32_t *x, c
     }
 }
 
-// The sums of a part of the panel's rows over 32 columns, the g-th ones of the block.
+// Adds the products of the block's g-th 32 columns, for a part of the panel's rows. group: their index in the tile.
 template <class Format, int T>
 DELTIC_INLINE void add_group(const Block &block, const Int8Tile &tile, int g, int64_t group, Native sum[T]) {
     const int32_t *whole = kHalves<Format> == 1 ? tile.whole32 + group * T : tile.whole16 + 2 * group * T;
@@ -169,7 +169,7 @@ DELTIC_INLINE void add_group(const Block &block, const Int8Tile &tile, int g, in
     }
 }
 
-// Adds two groups' minima times their sums of each token, pairs [T] of 16 bits.
+// Adds two groups' minima times their code sums for each token. both, pairs [T]: two 16-bit numbers per word.
 template <int T> DELTIC_INLINE void add_minima(NativeInts both, const int32_t *pairs, int32x4_t low[T]) {
     int16x4_t first = vmovn_s32((int32x4_t)both), second = vshrn_n_s32((int32x4_t)both, 16);
     if constexpr (T % 4 == 0) {
@@ -190,7 +190,7 @@ template <int T> DELTIC_INLINE void add_minima(NativeInts both, const int32_t *p
     }
 }
 
-// What is taken away for the minima of a block's groups.
+// Subtracts the minima of a block's groups.
 template <class Format, int T>
 DELTIC_INLINE void take_minima(const Block &block, const Int8Tile &tile, int64_t b, Native sum[T]) {
     constexpr int kPairs = Format::kLow == kMinima16 ? 8 : 4;
@@ -231,7 +231,7 @@ DELTIC_INLINE void times_int8(const uint8_t *panel, const int32_t *memory, int64
                 total.of[part][t] = fma(scale, sum[t], total.of[part][t]);
             }
         };
-        if constexpr (T > 2) {  // there are registers for the sums of one part
+        if constexpr (T > 2) {  // the registers hold the sums of one part only
             for (int part = 0; part < kParts; ++part) {
                 Native sum[T] = {};
                 for (int g = 0; g < kGroups; ++g) {
@@ -253,7 +253,7 @@ DELTIC_INLINE void times_int8(const uint8_t *panel, const int32_t *memory, int64
     }
 }
 
-// A group of 32 columns of kInt8Fine.
+// Adds a group of 32 columns for kInt8Fine activations.
 template <class Format, int T>
 DELTIC_INLINE void add_fine(const Block &block, const Int8Tile &tile, int g, int64_t group, Native sum[T]) {
     NativeInts dot[T];
@@ -274,7 +274,7 @@ DELTIC_INLINE void add_fine(const Block &block, const Int8Tile &tile, int g, int
 template <class Format, int T>
 DELTIC_INLINE void times_fine(const uint8_t *panel, const int32_t *memory, int64_t columns, Range range,
                               Int8Rows<T> &total) {
-    constexpr int kGroups = Format::kWeights / 32, kRun = 8;  // groups that all parts pass before the next ones
+    constexpr int kGroups = Format::kWeights / 32, kRun = 8;  // each part takes kRun groups at a time
     constexpr int64_t kStep = Format::kBytes / kGroups;
     Int8Tile tile(memory, columns, T);
     int64_t end = range.end * kGroups;
@@ -294,8 +294,8 @@ DELTIC_INLINE void times_fine(const uint8_t *panel, const int32_t *memory, int64
 
 // ---- Weights that are floats.
 
-// body(k, first token, sums [parts][up to four tokens]) for all k of the range, some of them for all tokens before the
-// next ones; sum(part, token) is where they are kept.
+// Calls body(k, first token, sums [parts][up to four tokens]) for all k of the range. With more than four tokens, runs
+// of 32 k pass all tokens before the next run starts. sum(part, token): the location of a sum in memory.
 template <int T, typename Sum, typename Body> DELTIC_INLINE void by_four(Range range, Sum &&sum, Body &&body) {
     constexpr int kFour = T < 4 ? T : 4;
     static_assert(T % kFour == 0);

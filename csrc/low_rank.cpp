@@ -9,7 +9,7 @@ namespace deltic {
 namespace {
 
 constexpr int kBetween = 22;       // scratch slot
-constexpr int64_t kNumbers = 1 << 15;  // of an adapter, that are worth handing to a thread
+constexpr int64_t kNumbers = 1 << 15;  // numbers of an adapter that justify a piece of work for a thread
 
 }  // namespace
 

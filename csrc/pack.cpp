@@ -1,8 +1,8 @@
-// GGUF blocks to packed matrices (matrix.hpp), and single rows of those back to numbers.
+// Converts GGUF blocks to packed matrices (matrix.hpp), and single packed rows back to floats.
 //
-// The codes of a quantized type are one or two planes of bits, in files as in packed blocks: in a file, the lowest
-// field of each of `run` bytes comes first, then the next field of each, and so on. What is left of a block are up to
-// eight words, two float16 and up to 16 bytes of scales.
+// The codes of a quantized type are one or two bit planes, in files as in packed blocks. A file's plane packs the
+// fields of `run` bytes at a time: first the lowest field of each byte, then the next field of each, and so on. The
+// rest of a block is up to eight words, two float16 and up to 16 bytes of scales.
 #include "half.hpp"
 #include "matrix.hpp"
 
@@ -14,12 +14,12 @@ namespace deltic {
 namespace {
 
 constexpr int64_t kVector = 64, kGroup = 32;
-constexpr int kWords = 8;          // words of four codes in a group
+constexpr int kWords = 8;          // words of four codes per group
 constexpr int kMostWords = 8;
 constexpr int kMostScales = 16;    // bytes
-constexpr int kLargestBlock = 210; // bytes, in a file
+constexpr int kLargestBlock = 210; // bytes in a file
 
-// 16 bytes of a row, or four bytes each of four rows.
+// 16 bytes of one row, or four bytes of each of four rows.
 typedef uint32_t Quad __attribute__((vector_size(16)));
 
 template <typename T> T load(const void *from) {
@@ -31,21 +31,21 @@ template <typename T> void store(void *to, T value) { std::memcpy(to, &value, si
 
 // ---- Planes.
 
-// The word of a group that is kept in field `s` of the vector `v`.
+// Index of the group's word that field `s` of vector `v` holds.
 constexpr int word_of(int bits, int v, int s) { return bits == 4 ? v + 4 * s : v * (8 / bits) + s; }
 
 constexpr uint32_t mask_of(int bits) { return ((1u << bits) - 1) * 0x01010101u; }
 
-// The lowest four bits, each in a byte of its own.
+// Spreads the lowest four bits to one byte each.
 uint32_t spread(uint32_t bits) { return (bits & 15) * 0x00204081u & 0x01010101u; }
 
-// Four codes of four bits, each in a byte of its own.
+// Spreads four codes of four bits to one byte each.
 uint32_t spread_nibbles(uint32_t codes) {
     uint32_t pairs = (codes & 0xff) | (codes & 0xff00) << 8;
     return (pairs | pairs << 4) & 0x0f0f0f0fu;
 }
 
-// The codes of 16 weights in a file's plane.
+// Reads the codes of 16 weights from a file's plane.
 template <int kBits, int kRun> Quad read_codes(const uint8_t *plane, int first) {
     if constexpr (kRun == 1 && kBits == 4) {
         uint64_t codes = load<uint64_t>(plane + first / 2);
@@ -66,7 +66,7 @@ void transpose(const Quad *rows, Quad *columns) {
     for (int i = 0; i < 4; ++i) columns[i] = Quad{rows[0][i], rows[1][i], rows[2][i], rows[3][i]};
 }
 
-// Packs the planes of 16 rows, for every group one, `stride` bytes apart.
+// Packs a plane of 16 rows. The groups of the packed plane are `stride` bytes apart.
 template <int kBits, int kRun>
 void pack_plane(const uint8_t *const *blocks, int offset, int groups, uint8_t *packed, int64_t stride) {
     for (int group = 0; group < groups; ++group, packed += stride) {
@@ -88,7 +88,7 @@ void pack_plane(const uint8_t *const *blocks, int offset, int groups, uint8_t *p
     }
 }
 
-// Puts a row's part of a packed plane into bits `position` and up of its group's codes.
+// Writes a row's part of a packed plane to bits `position` and up of its group's codes.
 template <int kBits> void unpack_plane(const uint8_t *packed, int64_t row, int position, uint32_t *words) {
     for (int v = 0; v < kBits; ++v) {
         uint32_t fields = load<uint32_t>(packed + v * kVector + row * 4);
@@ -99,7 +99,7 @@ template <int kBits> void unpack_plane(const uint8_t *packed, int64_t row, int p
 }
 
 struct Plane {
-    int bits, offset; // in a file's block
+    int bits, offset; // offset: in a file's block
     decltype(&pack_plane<4, 32>) pack;
     decltype(&unpack_plane<4>) unpack;
 };
@@ -107,14 +107,14 @@ template <int kBits, int kRun> constexpr Plane plane(int offset) {
     return {kBits, offset, pack_plane<kBits, kRun>, unpack_plane<kBits>};
 }
 
-// ---- Bytes of scales, from a file's block in packed order.
+// ---- Bytes of scales: from a file's block to packed order.
 
 template <int kFrom, int kCount> void copy_scales(const uint8_t *block, uint8_t *out) {
     std::memcpy(out, block + kFrom, kCount);
 }
 
-// Q4_K, Q5_K. Six bits of the first four scales, then of the first four minima, then low nibbles of the last four of
-// both; their high bits are the top two of the bytes before.
+// Q4_K, Q5_K. In the file: six bits of the first four scales, six bits of the first four minima, then the low nibbles
+// of the last four of both. Their high bits are the top two bits of the bytes before.
 void scales_and_minima(const uint8_t *block, uint8_t *out) {
     const uint8_t *scales = block + 4, *minima = scales + 4, *last = scales + 8;
     uint8_t high[8];
@@ -127,8 +127,8 @@ void scales_and_minima(const uint8_t *block, uint8_t *out) {
     for (int g = 0; g < 4; ++g) out[g + 8] = uint8_t(high[2 * g] | high[2 * g + 1] << 4);
 }
 
-// Q3_K. Low nibbles of the first eight scales and, in the high halves, of the last eight; then their high bits, those
-// of four scales in a row in one place of four bytes.
+// Q3_K. In the file: the low nibbles of the first eight scales and, in the high halves, of the last eight; then the
+// high bits: four consecutive scales use the same bit position of four bytes.
 void q3_k_scales(const uint8_t *block, uint8_t *out) {
     const uint8_t *low = block + 96, *high = low + 8;
     for (int g = 0; g < 4; ++g) {
@@ -144,13 +144,13 @@ void iq4_xs_scales(const uint8_t *block, uint8_t *out) {
     std::memcpy(out + 4, block + 2, 2);
 }
 
-// ---- What a row's block multiplies its codes with: a weight is scale * number - minimum.
+// ---- Factors of a row's block: weight = scale * number - minimum.
 
 struct Factors {
-    float scale[16], minimum[16]; // of every 16 weights
+    float scale[16], minimum[16]; // one per 16 weights
 };
 
-// A row's scales in packed order; d, m: the two float16.
+// A row's scales in packed order. d, m: the two float16.
 struct Scales {
     float d, m;
     uint32_t words[kMostWords];
@@ -163,7 +163,7 @@ void no_scales(const Scales &of, Factors &factors) {
 void plus(const Scales &of, Factors &factors) {
     for (int i = 0; i < 2; ++i) factors.scale[i] = of.d, factors.minimum[i] = -of.m;
 }
-// Half of 2^(e - 127), because the numbers are doubled.
+// Half of 2^(e - 127), because the numbers of the table are doubled.
 void power(const Scales &of, Factors &factors) {
     int e = of.bytes[0];
     float scale = std::bit_cast<float>(e < 2 ? 0x00200000u << e : uint32_t(e - 1) << 23);
@@ -185,21 +185,22 @@ void scale_and_minimum_of_16(const Scales &of, Factors &factors) {
 void signed_of_16(const Scales &of, Factors &factors) {
     for (int i = 0; i < 16; ++i) factors.scale[i] = of.d * float(int8_t(of.bytes[i])), factors.minimum[i] = 0;
 }
-// Six bits, less 32: a nibble of `kLow` bytes, and two bits of the others.
+// Scales of six bits, minus 32: the low four bits from the first `kLow` bytes, the high two from the others.
 template <int kLow> void six_bits(const Scales &of, Factors &factors) {
     for (int i = 0; i < 16; ++i) {
         int g = i * kLow / 8, low = of.bytes[g / 2] >> 4 * (g % 2) & 15, high = of.bytes[kLow + g / 4] >> 2 * (g % 4) & 3;
         factors.scale[i] = of.d * float((low | high << 4) - 32), factors.minimum[i] = 0;
     }
 }
-// e4m3 numbers without sign, whose bits are those of 2^-120 times as much in float32, and a factor of the row.
+// e4m3 scales without a sign, and a factor of the row. The bits of an e4m3 number, shifted left by 20, are
+// a float32 that is 2^-120 times the number.
 void e4m3_of_16(const Scales &of, Factors &factors) {
     float d = std::bit_cast<float>(of.words[0]);
     for (int i = 0; i < 16; ++i) {
         factors.scale[i] = d * (std::bit_cast<float>(uint32_t(of.bytes[i]) << 20) * 0x1p112f), factors.minimum[i] = 0;
     }
 }
-// A float, and a zero point in its low byte.
+// Words: a float scale with the zero point in its low byte.
 template <int kWords> void zero_points(const Scales &of, Factors &factors) {
     for (int i = 0; i < 16; ++i) {
         uint32_t word = of.words[i * kWords / 16];
@@ -214,18 +215,18 @@ constexpr int8_t kIq4[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 
 constexpr int8_t kE2m1[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 struct Type {
-    int64_t id, weights, bytes; // in a block of a file
+    int64_t id, weights, bytes; // per block of a file
     int halves;
-    int half[2];                // where they are in a file's block
+    int half[2];                // their offsets in a file's block
     int scales;                 // bytes
     void (*read_scales)(const uint8_t *block, uint8_t *out);
     void (*factors)(const Scales &of, Factors &factors);
     int planes;
     Plane plane[2];
-    int zero;                   // the code of number 0
-    const int8_t *numbers;      // of all codes, where they are not just code - zero
-    int words;                  // at the begin of a file's block
-    int runs;                   // of columns, each with its own words, if there are so many, scales and codes
+    int zero;                   // the code of 0
+    const int8_t *numbers;      // table of the numbers of all codes; null: code - zero
+    int words;                  // words at the start of a file's block
+    int runs;                   // runs of columns with separate scales, codes and (if enough) words; 0: no runs
 };
 
 constexpr Type kTypes[] = {
@@ -262,7 +263,7 @@ const Type *find(int64_t id) {
 
 int64_t blocks_of(const Type &type, int64_t columns) { return columns / type.weights + (columns % type.weights != 0); }
 
-// Blocks of a file that make one packed block.
+// Number of file blocks that form one packed block.
 int64_t together_of(const Type &type, int64_t columns) { return type.weights == 32 && columns % 256 == 0 ? 8 : 1; }
 
 int64_t group_bytes(const Type &type) {
@@ -273,10 +274,10 @@ int64_t group_bytes(const Type &type) {
 
 // ---- Packing.
 
-// Blocks of one word: `rows` rows of `columns` words, `stride` bytes apart.
+// Unquantized types: `rows` rows of `columns` words, `stride` bytes apart.
 template <typename Word>
 void pack_words(const uint8_t *from, int64_t stride, int64_t rows, int64_t columns, uint8_t *packed) {
-    constexpr int64_t kTile = 64; // columns that the first cache keeps until all rows are there
+    constexpr int64_t kTile = 64; // columns whose packed words stay in L1 until all rows are written
     constexpr int64_t kSize = sizeof(Word);
     if (rows < kPanel) std::memset(packed, 0, size_t(columns * kPanel * kSize));
     for (int64_t first = 0; first < columns; first += kTile) {
@@ -300,7 +301,7 @@ void pack_words(const Type &type, const uint8_t *from, int64_t rows, int64_t col
     }
 }
 
-// Where the fields of the `index`-th of `together` blocks of a file are in a packed block: of types without runs.
+// Offsets in a packed block of the fields of the `index`-th of `together` file blocks, for types without runs.
 struct Fields {
     int64_t half[2], scales, codes;
 
@@ -311,7 +312,8 @@ struct Fields {
     }
 };
 
-// A packed block of runs: the words that all have in common, then of each run its word, if it has one, scales and codes.
+// Offsets in a packed block of a type with runs: first the common words, then for each run its word (if it has one),
+// scales and codes.
 struct Runs {
     int64_t common, words, scales, groups, size;
 
@@ -362,14 +364,14 @@ void pack_block(const Type &type, const uint8_t *const *blocks, const Fields &fi
 void pack_panel(const Type &type, const uint8_t *from, int64_t rows, int64_t columns, uint8_t *packed) {
     if (!type.planes) return pack_words(type, from, rows, columns, packed);
     int64_t count = blocks_of(type, columns), together = together_of(type, columns);
-    // A block that packs to zeros stands for the rows that are missing.
+    // A block that packs to zeros replaces missing rows.
     uint8_t zeros[kLargestBlock] = {};
     if (type.plane[0].bits == 8) std::memset(zeros + type.plane[0].offset, 0x80, kGroup);
     const uint8_t *blocks[kPanel];
     for (int64_t i = 0; i < count; ++i) {
         for (int64_t row = 0; row < kPanel; ++row) {
             blocks[row] = row < rows ? from + (row * count + i) * type.bytes : zeros;
-            // Sixteen streams are more than processors foresee: ask for the next blocks (harmless past the last).
+            // Hardware prefetchers do not follow sixteen streams: prefetch the next blocks (harmless past the last).
             for (int64_t at = 0; at < type.bytes; at += kVector) __builtin_prefetch(blocks[row] + type.bytes + at);
         }
         pack_block(type, blocks, Fields(type, i % together, together), packed);
@@ -444,7 +446,7 @@ void unpack_row(const Type &type, const uint8_t *panel, int64_t row, int64_t col
 
 // ---- Copying.
 
-// A row's part of `count` fields, each of kWidth bytes for every row of a panel; returns the bytes of all of them.
+// Copies a row's part of `count` fields, each of kWidth bytes per panel row. Returns the size of all fields in bytes.
 template <int64_t kWidth>
 int64_t copy_fields(const uint8_t *from, int64_t row, uint8_t *to, int64_t place, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
@@ -507,7 +509,7 @@ extern "C" void deltic_pack(int64_t id, const void *blocks, int64_t first, int64
                             void *packed) {
     const Type &type = *find(id);
     int64_t panel = blocks_of(type, columns) * type.bytes * kPanel;
-    // In a file, the last block of a row with an odd number of bfloat16 is a half one.
+    // In a file, a row with an odd number of bfloat16 ends with half a block.
     int64_t row = type.bytes * columns / type.weights;
     auto from = static_cast<const uint8_t *>(blocks);
     auto to = static_cast<uint8_t *>(packed) + first / kPanel * panel;

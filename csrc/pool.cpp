@@ -17,11 +17,11 @@
 
 namespace {
 
-// How long a thread looks for news before it sleeps, in microseconds: longer than the gap between two pieces of a step,
-// shorter than anybody would notice.
+// Time in microseconds that a thread spins before it sleeps: longer than the gap between two jobs of a step, too short
+// to be noticed.
 constexpr int64_t kPatience = 60;
 
-// Looks for `ready` for a while; false if it has not come.
+// Spins until `ready` or for `patience` microseconds. False if it is not ready then.
 template <typename Ready> bool look(int64_t patience, Ready ready) {
     auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(patience);
     do {
@@ -42,26 +42,26 @@ struct Scratch {
 
 }  // namespace
 
-// The pieces of one thread. `ticket` holds the job's number in its upper half and the next piece in its lower one, so
-// that a thread which wakes up late can never take a piece of a job that it has not read.
+// The pieces of one thread. `ticket` has the job number in its upper half and the next piece in its lower half, so that
+// a thread that wakes up late cannot take a piece of a job that it has not read.
 struct alignas(64) Share {
     std::atomic<uint64_t> ticket{0};
     std::atomic<uint32_t> end{0};
 };
 
-// One job at a time. Each thread has a share of neighbouring pieces, because memory is read fastest in one stream per
-// thread; who is done with his own goes on with those of others.
+// Runs one job at a time. Each thread has a share of neighbouring pieces, because memory bandwidth is highest with one
+// stream per thread. A thread that has finished its share takes pieces from other shares.
 struct deltic_pool {
     explicit deltic_pool(const deltic::Kernels *kernels) : kernels(kernels) {}
 
     const deltic::Kernels *kernels;
     std::vector<std::thread> threads;
-    std::vector<std::unique_ptr<deltic_pool>> alone;  // one for each thread
+    std::vector<std::unique_ptr<deltic_pool>> alone;  // one per thread
     Scratch buffers[deltic::kScratch];
 
     std::vector<Share> shares;
-    std::atomic<uint32_t> job{0};      // number of the newest job: what sleeping threads wait on
-    std::atomic<uint32_t> left{0};     // pieces of it that are not done
+    std::atomic<uint32_t> job{0};      // number of the newest job; sleeping threads wait on it
+    std::atomic<uint32_t> left{0};     // unfinished pieces of that job
     std::atomic<bool> closing{false};
     std::atomic<int64_t> patience{kPatience};
     std::atomic<void (*)(void *, int64_t, int)> body{nullptr};
@@ -71,7 +71,7 @@ struct deltic_pool {
         for (Scratch &buffer : buffers) std::free(buffer.data);
     }
 
-    // Takes pieces of job `number` until none is left: its own ones first.
+    // Runs pieces of job `number` until none is left, first from the thread's own share.
     void work(uint32_t number, int thread) {
         for (size_t i = 0; i < shares.size(); ++i) take(shares[(size_t(thread) + i) % shares.size()], number, thread);
     }
@@ -82,7 +82,7 @@ struct deltic_pool {
             auto run = body.load(std::memory_order_relaxed);
             auto with = context.load(std::memory_order_relaxed);
             if (uint32_t(seen) >= share.end.load(std::memory_order_relaxed)) return;
-            // the fields read above belong to this job if the ticket is still the same
+            // the fields read above belong to this job if the ticket has not changed
             if (!share.ticket.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) continue;
             run(with, uint32_t(seen), thread);
             if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) left.notify_all();
@@ -113,7 +113,8 @@ void run_pieces(deltic_pool *pool, int64_t pieces, void (*body)(void *, int64_t,
         return;
     }
     uint32_t number = pool->job.load(std::memory_order_relaxed) + 1;
-    // nobody takes pieces while the job changes: first the old tickets become void, and the new ones come last
+    // No thread may take a piece while the job changes: the old tickets are invalidated first, the new ones are stored
+    // last.
     for (Share &share : pool->shares)
         share.ticket.store(uint64_t(number) << 32 | 0xffffffffu, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -151,7 +152,7 @@ void *scratch(deltic_pool *pool, int slot, int64_t bytes) {
     if (buffer.bytes < bytes) {
         std::free(buffer.data);
         buffer = {};
-        // whole large pages for what is large: activations are streamed as weights are
+        // large buffers get whole large pages: activations are streamed like weights
         int64_t page = bytes >= kLargePage ? kLargePage : 64, size = (bytes + page - 1) / page * page;
         buffer.data = std::aligned_alloc(size_t(page), size_t(size));
         if (!buffer.data) throw std::bad_alloc();
@@ -174,7 +175,7 @@ extern "C" deltic_pool *deltic_pool_new(int threads, int level) {
         for (size_t i = 0; i < pool->shares.size(); ++i) pool->alone.emplace_back(new deltic_pool(kernels));
         for (int thread = 1; thread < threads; ++thread)
             pool->threads.emplace_back([pool, thread] { pool->serve(thread); });
-    } catch (...) {  // fewer threads than asked for: the work is still done
+    } catch (...) {  // fewer threads than requested: the pool still works
     }
     return pool;
 }

@@ -1,10 +1,10 @@
-// The threads that share the work of a call.
+// The thread pool that runs the work of a call.
 //
-// Inline code here and in simd.hpp is always inlined or of internal linkage: a function that the linker may share
-// between files would carry the instructions of whichever level it was compiled for.
+// Inline code here and in simd.hpp is always inlined or has internal linkage. A function that the linker may merge
+// across files would contain the instructions of an arbitrary level.
 //
-// Idle threads sleep. A thread whose core is taken by another program holds up the piece that it has begun, and no
-// more: work is handed out in small pieces.
+// Idle threads sleep. If another program occupies a thread's core, only the piece that the thread has begun is delayed:
+// pieces are small.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -13,30 +13,29 @@ struct deltic_pool;
 
 namespace deltic {
 
-// body(context, piece, thread) for every piece in [0, pieces); returns when all are done. Which thread gets which
-// piece is a matter of chance, so pieces must write to places of their own. `thread` is below `pool_threads`.
+// Calls body(context, piece, thread) for every piece in [0, pieces) and returns when all are done. The assignment of
+// pieces to threads is not deterministic, so pieces must write to separate memory. `thread` is below `pool_threads`.
 void run_pieces(deltic_pool *pool, int64_t pieces, void (*body)(void *, int64_t, int), void *context);
 
 int pool_threads(const deltic_pool *pool);
 
-// Idle threads look for work for so long before they sleep; at first for 60 microseconds.
+// Sets how long idle threads spin before they sleep; initially 60 microseconds.
 void be_patient(deltic_pool *pool, int64_t microseconds);
 
-// A pool without other threads, at the same level, with scratch memory of its own: for a body that calls kernels, which
-// then run in its thread. thread: as given to the body.
+// A pool without other threads, at the same level and with separate scratch memory. A body uses it to call kernels,
+// which then run in the body's thread. thread: the argument of the body.
 deltic_pool *alone(deltic_pool *pool, int thread);
 
-// `bytes` of scratch memory, aligned to 64, that stay valid until more is asked of the same slot; not initialised. Null
-// may stand for no bytes. Throws std::bad_alloc.
-// slot: buffers in use at the same time need different ones (0 .. kScratch - 1). Each kernel documents the slots
-// that it takes.
+// Returns `bytes` of uninitialized scratch memory, aligned to 64. It stays valid until a call requests more from the
+// same slot. May be null for 0 bytes. Throws std::bad_alloc.
+// slot: 0 .. kScratch - 1; buffers in use at the same time need different slots. Each kernel documents its slots.
 constexpr int kScratch = 40;
 void *scratch(deltic_pool *pool, int slot, int64_t bytes);
 template <typename T> [[gnu::always_inline]] inline T *scratch_of(deltic_pool *pool, int slot, int64_t count) {
     return static_cast<T *>(scratch(pool, slot, count * int64_t(sizeof(T))));
 }
 
-// A lambda (piece, thread) as the body.
+// Runs a lambda (piece, thread) as the body.
 template <typename Body> [[gnu::always_inline]] inline void parallel(deltic_pool *pool, int64_t pieces, Body &&body) {
     using Plain = std::remove_reference_t<Body>;
     run_pieces(

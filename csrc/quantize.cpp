@@ -1,6 +1,6 @@
-// Rows of numbers to blocks, to the bit as deltic/loader/gguf/quantize.py makes them, which has the reasons.
+// Quantizes rows of floats to blocks, bit-identical to deltic/loader/gguf/quantize.py, which documents the reasons.
 //
-// Compiled once, for any processor: vectors of four numbers, sums in an order that does not depend on their width.
+// Compiled once, for any processor: vectors of four numbers; the order of sums does not depend on the register width.
 #include "deltic.h"
 #include "half.hpp"
 
@@ -27,13 +27,13 @@ Four most(Four a, Four b) { return a > b ? a : b; }
 Four size(Four a) { return a < 0 ? -a : a; }
 float sum(Four a) { return (a[0] + a[1]) + (a[2] + a[3]); }
 
-// To whole numbers between two bounds below 2^22, ties to even: the sum has no places for less than 1.
+// Rounds to integers between two bounds below 2^22, ties to even: the sum has no bits for fractions.
 Four rounded(Four value, float low, float high) {
     const Four whole = all(0x1.8p23f);
     return (most(least(value, all(high)), all(low)) + whole) - whole;
 }
 
-// 1 / scale, and 0 where products with that could overflow.
+// 1 / scale, or 0 where products with that could overflow.
 float inverse(float scale) { return std::fabs(scale) >= 0x1p-120f ? 1 / scale : 0; }
 
 struct Range {
@@ -49,7 +49,7 @@ template <int kCount> Range range_of(const float *x) {
     return {std::min({low[0], low[1], low[2], low[3]}), std::max({high[0], high[1], high[2], high[3]})};
 }
 
-// The weight that is farthest from zero; the first of several.
+// The weight with the largest magnitude; the first one of several.
 template <int kCount> float farthest(const float *x) {
     Range range = range_of<kCount>(x);
     if (range.high != -range.low) return range.high > -range.low ? range.high : range.low;
@@ -59,7 +59,7 @@ template <int kCount> float farthest(const float *x) {
     return range.high;
 }
 
-// Positive or negative zero; positive where there is none.
+// The first zero among 32 weights, with its sign; positive zero if there is none.
 float first_zero(const float *x) {
     const float *found = std::find(x, x + 32, 0.0f);
     return found < x + 32 ? *found : 0;
@@ -71,8 +71,8 @@ uint8_t *write_half(uint8_t *out, float value) {
     return out + sizeof bits;
 }
 
-// Packs fields of kBits, which start at bit kFrom of each of kCount codes. Of every kRun bytes, the lowest field of
-// each byte comes first, then the next field of each, and so on.
+// Packs fields of kBits, which start at bit kFrom of each of kCount codes. Each kRun bytes first get the lowest field
+// of every byte, then the next field of every byte, and so on.
 template <int kFrom, int kBits, int kRun, int kCount> uint8_t *pack(const uint8_t *codes, uint8_t *out) {
     constexpr int kFields = 8 / kBits;
     for (int done = 0; done < kCount; done += kFields * kRun, codes += kFields * kRun, out += kRun) {
@@ -87,7 +87,7 @@ template <int kFrom, int kBits, int kRun, int kCount> uint8_t *pack(const uint8_
 
 // ---- Blocks of 32.
 
-// Halves are rounded away from zero.
+// Q8_0: rounds halves away from zero.
 void q8_0(const float *x, uint8_t *block) {
     Range range = range_of<32>(x);
     float scale = std::fabs(std::max(-range.low, range.high)) / 127, factor = inverse(scale);
@@ -104,7 +104,7 @@ template <int kBits> void write_codes(const uint8_t *codes, uint8_t *out) {
     pack<0, 4, 16, 32>(codes, out);
 }
 
-// Q4_0, Q5_0: the largest weight has the lowest code, so that it is met exactly.
+// Q4_0, Q5_0: the weight of the largest magnitude gets the lowest code, which represents it exactly.
 template <int kBits> void around_zero(const float *x, uint8_t *block) {
     constexpr int kHalf = 1 << (kBits - 1);
     float scale = farthest<32>(x) / -kHalf, factor = inverse(scale);
@@ -113,7 +113,7 @@ template <int kBits> void around_zero(const float *x, uint8_t *block) {
     write_codes<kBits>(codes, write_half(block, scale));
 }
 
-// Q4_1, Q5_1: the range is spread over all codes. A minimum of zero has the sign of the first zero.
+// Q4_1, Q5_1: all codes span the range. A minimum of zero gets the sign of the first zero.
 template <int kBits> void above_minimum(const float *x, uint8_t *block) {
     constexpr int kLevels = (1 << kBits) - 1;
     Range range = range_of<32>(x);
@@ -126,7 +126,7 @@ template <int kBits> void above_minimum(const float *x, uint8_t *block) {
 
 // ---- Blocks of 256.
 
-// How much an error of each weight counts in its group: the more, the larger the weight is.
+// Weights of the squared errors in a group: a larger magnitude counts more.
 template <int kCount> void weigh(const float *x, float *weights) {
     Four squares = {};
     for (int i = 0; i < kCount; i += 4) squares += load(x + i) * load(x + i);
@@ -134,17 +134,17 @@ template <int kCount> void weigh(const float *x, float *weights) {
     for (int i = 0; i < kCount; i += 4) store(weights + i, size(load(x + i)) + mean);
 }
 
-// Weights as scale * code - minimum; gain: by how much they lower the weighted sum of squared errors.
+// Weights as scale * code - minimum. gain: how much they lower the weighted sum of squared errors.
 struct Affine {
     float scale, minimum, gain;
 };
 
-// Sums over a group, each term times the weight of its error.
+// Sums over a group, each term times its error weight.
 struct Sums {
     float one, x, q, qq, qx;
 };
 
-// Least squares for given codes.
+// Least-squares fit for given codes.
 Affine fit(const Sums &sums) {
     float determinant = sums.one * sums.qq - sums.q * sums.q;
     float factor = determinant > 1e-6f * sums.one * sums.qq ? inverse(determinant) : 0;
@@ -154,7 +154,7 @@ Affine fit(const Sums &sums) {
     return {scale, -offset, scale > 0 ? scale * sums.qx + offset * sums.x : -INFINITY};
 }
 
-// Codes from 0 to kLevels, scale and minimum at least 0.
+// Searches scale and minimum, both at least 0, for codes from 0 to kLevels.
 template <int kLevels> Affine search_affine(const float *x) {
     float weights[32];
     weigh<32>(x, weights);
@@ -181,7 +181,7 @@ template <int kLevels> Affine search_affine(const float *x) {
     return best;
 }
 
-// Eight numbers of at least 0 as multiples up to 63 of a float16 unit.
+// Eight non-negative numbers as multiples (up to 63) of a float16 unit.
 struct InUnits {
     float unit;
     uint8_t multiples[8];
@@ -197,8 +197,8 @@ InUnits in_units(const float *parts) {
     return result;
 }
 
-// The first four of both in the low six bits of bytes, then low nibbles of the last four, whose high bits are above
-// the six.
+// Writes the first four of both in the low six bits of a byte each, then the low nibbles of the last four. The high
+// bits of the last four go above the six bits.
 uint8_t *write_six_bits(const uint8_t *scales, const uint8_t *minima, uint8_t *out) {
     for (int i = 0; i < 4; ++i) {
         out[i] = uint8_t(scales[i] | scales[i + 4] >> 4 << 6);
@@ -208,7 +208,7 @@ uint8_t *write_six_bits(const uint8_t *scales, const uint8_t *minima, uint8_t *o
     return out + 12;
 }
 
-// x * factor + kZero, rounded, from 0 to kMost.
+// Codes: (x + minimum) / scale + kZero, rounded, clamped to 0 .. kMost.
 template <int kCount, int kZero, int kMost>
 void write_group(const float *x, float minimum, float scale, uint8_t *codes) {
     float factor = inverse(scale), numbers[kCount];
@@ -218,7 +218,7 @@ void write_group(const float *x, float minimum, float scale, uint8_t *codes) {
     for (int i = 0; i < kCount; ++i) codes[i] = uint8_t(int(numbers[i]) + kZero);
 }
 
-// Q4_K, Q5_K: eight groups of 32, each with a scale and a minimum of six bits in units of d and dmin.
+// Q4_K, Q5_K: eight groups of 32. Each has a scale and a minimum of six bits, in units of d and dmin.
 template <int kBits> void with_minima(const float *x, uint8_t *block) {
     constexpr int kLevels = (1 << kBits) - 1;
     float scale[8], minimum[8];
@@ -238,7 +238,7 @@ template <int kBits> void with_minima(const float *x, uint8_t *block) {
     pack<0, 4, 32, 256>(codes, block);
 }
 
-// The scale of 16 codes from -32 to 31. The largest weight has a negative one.
+// Searches the scale of 16 codes from -32 to 31. The code of the weight with the largest magnitude is negative.
 float search_around_zero(const float *x) {
     float weights[16];
     weigh<16>(x, weights);
@@ -257,7 +257,7 @@ float search_around_zero(const float *x) {
     return best;
 }
 
-// Sixteen groups of 16, each with a signed scale of eight bits in units of d.
+// Q6_K: sixteen groups of 16. Each has a signed scale of eight bits, in units of d.
 void q6_k(const float *x, uint8_t *block) {
     float scales[16];
     for (int g = 0; g < 16; ++g) scales[g] = search_around_zero(x + 16 * g);
@@ -272,10 +272,10 @@ void q6_k(const float *x, uint8_t *block) {
     write_half(eighths + 16, unit);
 }
 
-// ---- Blocks of 256 that GGUF files do not have, as deltic/loader/four_bits.py makes them. Codes are two in a byte, the
-// even one in the low bits.
+// ---- Blocks of 256 that GGUF files do not have, as in deltic/loader/four_bits.py. A byte has two codes, the even one
+// in the low bits.
 
-// A number from 0 to 448 as e4m3, to the nearest, ties to even.
+// Rounds a number from 0 to 448 to the nearest e4m3 number, ties to even.
 uint8_t narrow_e4m3(float value) {
     const float whole = 0x1.8p23f;
     if (value < 0x1p-6f) return uint8_t((value * 512 + whole) - whole);
@@ -309,7 +309,7 @@ void nvfp4(const float *x, uint8_t *block) {
     pack<0, 4, 1, 256>(codes, block + 20);
 }
 
-// Groups with a scale and a whole zero point, so that 0 stays 0.
+// INT4_*: groups with a scale and an integer zero point, so that 0 stays exactly 0.
 template <int kGroup> void int4(const float *x, uint8_t *block) {
     constexpr int kWords = 256 / kGroup;
     uint8_t codes[256];
@@ -331,7 +331,7 @@ template <int kGroup> void int4(const float *x, uint8_t *block) {
 // ---- Types.
 
 struct Type {
-    int64_t id, weights, bytes; // in a block
+    int64_t id, weights, bytes; // per block
     void (*write)(const float *x, uint8_t *block);
 };
 

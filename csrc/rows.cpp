@@ -1,14 +1,14 @@
-// Products of matrices that lie in memory row by row, in the calling thread. What a vector gets does not depend on the
-// others, nor on how many rows are asked for at a time.
+// Products with row-major matrices, in the calling thread. The result of a vector depends neither on the other vectors
+// nor on the number of rows in a call.
 #include "levels.hpp"
 #include "simd.hpp"
 
 namespace deltic::DELTIC_LEVEL {
 namespace {
 
-constexpr int kSums = 4;  // of a row and a vector, side by side: additions wait for each other
+constexpr int kSums = 4;  // accumulators per row and vector: one would wait for the latency of each addition
 constexpr int64_t kStep = kSums * kLanes;
-// Vectors that a row is multiplied with at once, so that all sums are in registers.
+// Vectors per pass over a row. All accumulators fit into registers.
 #if defined(__AVX512F__)
 constexpr int kVectors = 4;
 #else
@@ -65,7 +65,7 @@ void all_dots(const T *rows, int64_t count, int64_t columns, const float *const 
     }
 }
 
-// Adds panels [begin, begin + P) of b times `between` [rank] to y.
+// Adds the product of panels [begin, begin + P) of b and `between` [rank] to y.
 template <int P, typename T>
 DELTIC_INLINE void add_panels(const T *b, int64_t rank, int64_t rows, int64_t begin, const float *between, float *y) {
     Floats sum[P] = {};
@@ -85,13 +85,13 @@ DELTIC_INLINE void add_panels(const T *b, int64_t rank, int64_t rows, int64_t be
 
 }  // namespace
 
-// out[v * stride + i]: of row i of bfloat16 and vector v, in float32.
+// out[v * stride + i] = dot product of bfloat16 row i and vector v, in float32.
 void dots(const uint16_t *rows, int64_t count, int64_t columns, const float *const *x, int64_t vectors, float *out,
           int64_t stride) {
     all_dots(rows, count, columns, x, vectors, out, stride);
 }
 
-// between[v * rank + i]: of row i of a, from `first` on, and vector v.
+// between[v * rank + first + i] = dot product of row first + i of a and vector v.
 void low_rank_in(const deltic_low_rank &part, int64_t first, int64_t count, const float *const *x, int64_t vectors,
                  float *between) {
     by_type(part.type, [&](auto kind) {
@@ -100,7 +100,7 @@ void low_rank_in(const deltic_low_rank &part, int64_t first, int64_t count, cons
     });
 }
 
-// Adds panels [begin, end) of b times between [vectors, rank] to each y.
+// Adds the product of panels [begin, end) of b and between [vectors, rank] to each y.
 void low_rank_out(const deltic_low_rank &part, int64_t begin, int64_t end, const float *between, int64_t vectors,
                   float *const *y) {
     by_type(part.type, [&](auto kind) {
@@ -118,7 +118,7 @@ void low_rank_out(const deltic_low_rank &part, int64_t begin, int64_t end, const
     });
 }
 
-// SiLU of the gate times the other half times the share, rounded to bfloat16. factor: of both halves.
+// silu(gate * factor) * (other * factor) * share, rounded to bfloat16.
 void gate_rounded(const float *gate, const float *other, float factor, float share, int64_t count, float *out) {
     for (int64_t i = 0; i < count; i += kLanes) {
         const int64_t some = least(kLanes, count - i);

@@ -1,4 +1,4 @@
-// Choosing among logits: the most probable tokens of a row, and whether the row is sound.
+// Selection among logits: the most probable tokens of a row, and a check that the row is sound.
 #include "levels.hpp"
 #include "noise.hpp"
 #include "pool.hpp"
@@ -7,9 +7,9 @@
 namespace deltic::DELTIC_LEVEL {
 namespace {
 
-constexpr int64_t kRun = 256;  // logits whose largest is kept, to find where the best ones are
+constexpr int64_t kRun = 256;  // logits per run; the largest logit of each run locates the best tokens
 
-// What a run, or a whole row, is like. sick: a logit is not finite.
+// Range of a run or a whole row. sick: a logit is not finite.
 struct Row {
     float low, high;
     bool sick;
@@ -40,7 +40,7 @@ double total_of(const float *logits, int64_t count, float most, float inverse) {
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) {
         Floats x = (loadf(logits + i) - most) * inverse;
-        // what `exponential` would clamp counts for nothing
+        // terms that `exponential` would clamp count as 0
         sum = sum + choose(less(x, splat(-87.0f)), Floats{}, exponential(x));
     }
     double total = sum_lanes(sum);
@@ -56,7 +56,7 @@ DELTIC_INLINE bool before(const Entry &a, const Entry &b) {
     return a.value > b.value || (a.value == b.value && a.id < b.id);
 }
 
-// Adds an entry to the `count` best ones so far, if it is one of them: a heap with the worst on top once it is full.
+// Inserts an entry into the `count` best ones so far if it is one of them. A full heap has the worst entry on top.
 void best_first(Entry *heap, int64_t count, const Entry &fresh, int64_t &filled) {
     auto sink = [&](int64_t at, int64_t size) {
         Entry moving = heap[at];
@@ -87,11 +87,12 @@ void sort(Entry *entries, int64_t count) {
         }
 }
 
-// The `count` best entries of a row whose runs have these largest logits, in order.
+// The `count` best entries of a row, in order. largest: the largest logit of each run. heap, bound [count]: working
+// memory; the result is in `heap`.
 void best_of(const float *logits, int64_t width, const float *largest, int64_t count, Entry *heap, Entry *bound) {
     int64_t runs = (width + kRun - 1) / kRun, filled = 0;
     for (int64_t run = 0; run < runs; ++run) best_first(bound, count, {largest[run], run}, filled);
-    // `count` runs have a logit of at least this: what is smaller is not among the best
+    // `count` runs have a logit of at least this, so smaller logits are not among the best
     float least = filled < count ? -__builtin_inff() : bound[0].value;
     filled = 0;
     for (int64_t run = 0; run < runs; ++run) {
@@ -109,10 +110,10 @@ struct Draw {
     int64_t id;
 };
 
-// The token of a run with the largest logit / temperature + noise, if that is above `best`.
+// Replaces `best` by the token of the run with the largest logit / temperature + noise, if that is larger.
 //
-// Noise of at least d = best - logit / temperature needs -log(u) <= exp(-d), and 1 - u is never above -log(u): so only
-// tokens with 1 - u <= exp(-d) need their noise, which are few. That is tested in float32, with room for its rounding.
+// Noise of at least d = best - logit / temperature requires -log(u) <= exp(-d), and 1 - u is never above -log(u). So
+// only the few tokens with 1 - u <= exp(-d) need their noise. This test runs in float32, with a margin for rounding.
 void draw_run(const float *logits, int64_t first, int64_t count, double temperature, uint64_t key, const int64_t *names,
               float room, Draw &best) {
     float inverse = float(1 / temperature), bound = float(best.noisy);
@@ -133,7 +134,7 @@ void draw_run(const float *logits, int64_t first, int64_t count, double temperat
 }  // namespace
 
 void adjust(deltic_pool *pool, float *logits, int64_t width, const float *repetition, const float *offset) {
-    constexpr int64_t kTogether = 32768;  // logits of a piece
+    constexpr int64_t kTogether = 32768;  // logits per piece
     parallel(pool, (width + kTogether - 1) / kTogether, [&](int64_t piece, int) {
         int64_t i = piece * kTogether, end = i + kTogether < width ? i + kTogether : width;
         for (; i + kLanes <= end; i += kLanes) {
@@ -152,16 +153,16 @@ void adjust(deltic_pool *pool, float *logits, int64_t width, const float *repeti
     });
 }
 
-// Scratch slot 0.
+// Uses scratch slot 0.
 void draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const float *temperatures,
               const int64_t *keys, const float *values, const int64_t *ids, const int64_t *names, int64_t *tokens) {
-    constexpr int64_t kTogether = 16;  // runs of a piece
+    constexpr int64_t kTogether = 16;  // runs per piece
     int64_t runs = (width + kRun - 1) / kRun, pieces = (runs + kTogether - 1) / kTogether;
     Draw *found = scratch_of<Draw>(pool, 0, rows * pieces);
     parallel(pool, rows * pieces, [&](int64_t piece, int) {
         int64_t row = piece / pieces, end = (piece % pieces + 1) * kTogether;
         double temperature = temperatures[row] > 1e-9f ? temperatures[row] : 1e-9f;
-        // the most probable token is hard to beat; ties go to the lower id, so it is only a bound
+        // the noisy logit of the most probable token is rarely exceeded; only a bound, as ties go to the lower id
         uint64_t name = uint64_t(names ? names[ids[row]] : ids[row]);
         double start = double(values[row]) / temperature + gumbel(uint64_t(keys[row]), name);
         Draw best{std::nextafter(start, -INFINITY), ids[row]};
@@ -180,10 +181,10 @@ void draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_t widt
     }
 }
 
-// Scratch slots 0 to 3.
+// Uses scratch slots 0 to 3.
 void top(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count, const float *temperatures,
          float *values, int64_t *ids, double *log_totals, uint8_t *healthy) {
-    constexpr int64_t kTogether = 64;  // runs of a piece
+    constexpr int64_t kTogether = 64;  // runs per piece
     int64_t runs = (width + kRun - 1) / kRun, pieces = (runs + kTogether - 1) / kTogether;
     float *largest = scratch_of<float>(pool, 0, rows * runs);
     Row *found = scratch_of<Row>(pool, 1, rows * runs);

@@ -1,8 +1,9 @@
-// Vectors of 16 lanes for the level that a file is compiled for. The files that include this one are compiled once per
-// level (hatch_build.py), with DELTIC_LEVEL naming the namespace; everything here has internal linkage or lives in it.
+// Vectors of 16 lanes for the processor level that a file is compiled for. Files that include this header are compiled
+// once per level (hatch_build.py), with DELTIC_LEVEL as the namespace. Everything here has internal linkage or is in
+// that namespace.
 //
-// Results must not depend on how many tokens a call has: products and sums are contracted only where `fma` says so
-// (-ffp-contract=off), and sums over lanes are taken in one order.
+// Results must not depend on the number of tokens in a call: products and sums are contracted only in an explicit `fma`
+// (-ffp-contract=off), and sums over lanes have a fixed order.
 #pragma once
 #include <bit>
 #include <cmath>
@@ -11,7 +12,8 @@
 #include <type_traits>
 #include <utility>
 
-// The intrinsics of g++ want the architecture that brought them, too. (No flag names it: zig has another word for it.)
+// The intrinsics of g++ also require the architecture that introduced them. (No compiler flag sets it: zig spells it
+// differently.)
 #if defined(__aarch64__) && !defined(__clang__)
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 #pragma GCC target("arch=armv8.2-a+dotprod+i8mm")
@@ -36,7 +38,7 @@
 #endif
 #define DELTIC_INLINE inline __attribute__((always_inline))
 #define DELTIC_INLINE_LAMBDA __attribute__((always_inline))
-// Lanes of two vectors of the same four lanes; g++ has clang's form from version 12 on.
+// Selects lanes of two vectors of four lanes. g++ has clang's builtin only since version 12.
 #if defined(__clang__)
 #define DELTIC_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -48,7 +50,7 @@ namespace {
 
 constexpr int kLanes = 16;
 
-// As wide as a register of this level, for loops that need all of them.
+// Vectors as wide as a register of this level, for loops that need all registers.
 #if defined(__AVX512F__)
 constexpr int kNative = 16;
 #elif defined(__AVX2__)
@@ -69,7 +71,7 @@ typedef Native Floats;
 typedef NativeInts Ints;
 typedef NativeWords Words;
 #else
-// 64 bytes in several registers. (The compiler keeps vectors that are wider than a register in memory.)
+// 64 bytes in several registers. (Compilers keep vectors wider than a register in memory.)
 template <typename T> struct Wide {
     static constexpr int kParts = kLanes / kNative;
     using Part = typename Register<T>::Vector;
@@ -81,7 +83,7 @@ template <typename T> struct Wide {
         const T lane[kLanes] = {a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p};
         for (int at = 0; at < kLanes; ++at) part[at / kNative][at % kNative] = lane[at];
     }
-    // The same bits.
+    // Reinterprets the bits.
     template <typename From> DELTIC_INLINE explicit Wide(const Wide<From> &from) {
 #pragma GCC unroll 4
         for (int i = 0; i < kParts; ++i) part[i] = (Part)from.part[i];
@@ -93,7 +95,7 @@ typedef Wide<float> Floats;
 typedef Wide<int32_t> Ints;
 typedef Wide<uint32_t> Words;
 
-// What `make` makes of each part.
+// Builds a vector from make(i) for each part i.
 template <typename V, typename Make> DELTIC_INLINE V by_part(Make &&make) {
     V v;
 #pragma GCC unroll 4
@@ -128,13 +130,13 @@ template <typename T> DELTIC_INLINE Wide<T> operator-(const Wide<T> &a) {
 template <typename T> DELTIC_INLINE Wide<T> operator~(const Wide<T> &a) {
     return by_part<Wide<T>>([&](int i) DELTIC_INLINE_LAMBDA { return ~a.part[i]; });
 }
-// All ones where it holds.
+// All ones in lanes where a < b.
 DELTIC_INLINE Ints operator<(const Ints &a, int32_t b) {
     return by_part<Ints>([&](int i) DELTIC_INLINE_LAMBDA { return a.part[i] < b; });
 }
 #endif
 
-// body(integral constant) for 0 .. Count - 1.
+// Calls body(integral constant) for 0 .. Count - 1.
 template <int Count, typename Body> constexpr DELTIC_INLINE void unrolled(Body &&body) {
     [&]<int... I>(std::integer_sequence<int, I...>) DELTIC_INLINE_LAMBDA {
         (body(std::integral_constant<int, I>{}), ...);
@@ -169,7 +171,7 @@ template <typename V, typename T> DELTIC_INLINE void store(T *to, V v) {
     std::memcpy(to, &v, sizeof v);
 }
 
-// Per lane: all ones where a < b, and where v is NaN.
+// Lane masks, all ones where a < b (less) or v is NaN (is_nan).
 DELTIC_INLINE Ints less(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return a < b;
@@ -186,11 +188,11 @@ DELTIC_INLINE Ints is_nan(Floats v) {
 }
 
 DELTIC_INLINE Floats loadf(const float *from) { return load<Floats>(from); }
-// Taking 0 away changes nothing, adding it would change -0: only the former is left out by the compiler.
+// x - 0 is x for every x, so compilers drop the subtraction. x + 0 would change -0, so they keep the addition.
 template <typename V = Floats> DELTIC_INLINE V splat(float x) { return x - V{}; }
 template <typename V = Ints> DELTIC_INLINE V splat(int32_t x) { return V{} + x; }
 
-// The first `count` lanes; the others are 0 (load) or untouched (store).
+// Access the first `count` lanes. The others are 0 (load) or untouched (store).
 DELTIC_INLINE Floats load_part(const float *from, int64_t count) {
     Floats v = {};
     std::memcpy(&v, from, size_t(count) * 4);
@@ -198,13 +200,13 @@ DELTIC_INLINE Floats load_part(const float *from, int64_t count) {
 }
 DELTIC_INLINE void store_part(float *to, Floats v, int64_t count) { std::memcpy(to, &v, size_t(count) * 4); }
 
-// a * b + c, rounded once where the level has such an instruction.
+// a * b + c. Rounded once if the level has such an instruction.
 DELTIC_INLINE Native fma(Native a, Native b, Native c) {
 #if defined(__AVX512F__)
     return (Native)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
     return (Native)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__FMA__)  // tests compare this with ARM64
+#elif defined(__FMA__)  // tests compare this build with ARM64
     return (Native)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c);
 #elif defined(__aarch64__)
     return (Native)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
@@ -213,7 +215,7 @@ DELTIC_INLINE Native fma(Native a, Native b, Native c) {
 #endif
 }
 DELTIC_INLINE Native to_floats(NativeInts v) { return __builtin_convertvector(v, Native); }
-#if !defined(__AVX512F__)  // where it is, Native and Floats are one type
+#if !defined(__AVX512F__)  // with AVX-512, Native and Floats are one type
 DELTIC_INLINE Floats fma(const Floats &a, const Floats &b, const Floats &c) {
     return by_part<Floats>([&](int i) DELTIC_INLINE_LAMBDA { return fma(a.part[i], b.part[i], c.part[i]); });
 }
@@ -222,8 +224,8 @@ DELTIC_INLINE Floats to_floats(const Ints &v) {
 }
 #endif
 
-// Widening of as many numbers as a register has lanes. (The compiler's own conversions go one by one where sizes differ
-// by four.)
+// Widen as many numbers as a register has lanes. (The compiler's own conversions are scalar if the sizes differ by a
+// factor of four.)
 #if defined(__aarch64__)
 DELTIC_INLINE uint8x8_t four_bytes(const void *from) {
     uint32_t four;
@@ -264,7 +266,7 @@ DELTIC_INLINE NativeWords native_u16(const uint16_t *from) {
     return NativeWords{from[0], from[1], from[2], from[3]};
 #endif
 }
-// 16 numbers; of 32-bit lanes their low halves or bytes.
+// Conversions of 16 numbers. Narrowing keeps the low 16 or 8 bits of each 32-bit lane.
 DELTIC_INLINE Words from_u16(const uint16_t *from) {
 #if defined(__AVX512F__)
     return native_u16(from);
@@ -276,7 +278,7 @@ DELTIC_INLINE void to_u16(uint16_t *to, Words v) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)v));
 #elif defined(__AVX2__)
-    v = v & 0xffff;  // what would be clamped
+    v = v & 0xffff;  // _mm256_packus_epi32 would clamp larger values
     __m256i both = _mm256_packus_epi32((__m256i)v.part[0], (__m256i)v.part[1]);
     _mm256_storeu_si256((__m256i *)to, _mm256_permute4x64_epi64(both, 0xd8));
 #elif defined(__aarch64__)
@@ -306,18 +308,18 @@ DELTIC_INLINE void to_s8(int8_t *to, Ints v) {
 #endif
 }
 
-// What caches are kept in: float, bfloat16 (as uint16_t) or float16.
+// float16. Caches store float, bfloat16 (as uint16_t) or Half.
 struct Half {
     uint16_t bits;
 };
-// body(T{}) for the T that a type of deltic.h is.
+// Calls body(T{}) with the element type T of a type of deltic.h.
 template <typename Body> DELTIC_INLINE void by_type(int64_t type, Body &&body) {
     if (type == DELTIC_BF16) body(uint16_t{});
     else if (type == DELTIC_F16) body(Half{});
     else body(float{});
 }
 
-// bfloat16 <-> float32; rounded to nearest, ties to even, NaN stays NaN.
+// bfloat16 <-> float32. Rounds to nearest, ties to even; NaN stays NaN.
 DELTIC_INLINE float widen(uint16_t bits) { return std::bit_cast<float>(uint32_t(bits) << 16); }
 DELTIC_INLINE float widen(float value) { return value; }
 DELTIC_INLINE void narrow(float value, uint16_t &bits) {
@@ -342,7 +344,7 @@ DELTIC_INLINE void store_narrow(uint16_t *to, Floats v) {
 }
 DELTIC_INLINE void store_narrow(float *to, Floats v) { store(to, v); }
 
-// float16 -> float32, also of subnormals and infinities.
+// float16 -> float32, including subnormals and infinities.
 DELTIC_INLINE Native native_half(const uint16_t *from) {
 #if defined(__AVX512F__)
     return (Native)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
@@ -352,13 +354,13 @@ DELTIC_INLINE Native native_half(const uint16_t *from) {
     return (Native)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
 #else
     NativeWords bits = native_u16(from), sign = (bits & 0x8000) << 16, rest = bits & 0x7fff;
-    // The exponent is rebased by a product, which also normalises subnormals.
+    // The product rebases the exponent and also normalizes subnormals.
     Native finite = (Native)(rest << 13) * std::bit_cast<float>(uint32_t(254 - 15) << 23);
     NativeWords special = (NativeWords)(rest >= 0x7c00);
     return (Native)(((NativeWords)finite & ~special) | ((0x7f800000 | rest << 13) & special) | sign);
 #endif
 }
-// 2^-8 times e4m3 numbers without sign, also subnormal ones: as float16 has their bits, moved to its exponent.
+// 2^-8 times unsigned e4m3 numbers, including subnormals. Shifted left by 7, their bits are a float16.
 DELTIC_INLINE Native native_e4m3(const uint8_t *from) {
 #if defined(__AVX512F__)
     __m256i bits = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)from));
@@ -369,7 +371,7 @@ DELTIC_INLINE Native native_e4m3(const uint8_t *from) {
     uint16x4_t bits = vshl_n_u16(vget_low_u16(vmovl_u8(four_bytes(from))), 7);
     return (Native)vcvt_f32_f16(vreinterpret_f16_u16(bits));
 #else
-    // as float32 has the bits they are 2^-120 times the numbers; the product also normalises subnormal ones
+    // as float32 bits, they are 2^-120 times the numbers; the product also normalizes subnormals
     return (Native)(native_u8(from) << 20) * 0x1p112f;
 #endif
 }
@@ -381,8 +383,8 @@ DELTIC_INLINE Floats load_half(const uint16_t *from) {
 #endif
 }
 
-// float16 <-> float32, rounded to nearest, ties to even; infinite from 65520 on, NaN stays NaN. `from_halves`: those in
-// the low halves of 32-bit lanes.
+// float16 <-> float32. Rounds to nearest, ties to even; infinite from 65520 on; NaN stays NaN. from_halves reads the
+// low halves of 32-bit lanes.
 #if defined(__AVX512F__)
 DELTIC_INLINE __m256i halves(Floats v) {
     return _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -404,7 +406,7 @@ DELTIC_INLINE Floats from_halves(Words v) {
     return load_half(bits);
 }
 #elif defined(__aarch64__)
-// NaN becomes 0x7e00, as it does where there is no such instruction.
+// NaN becomes 0x7e00, as in the code without such an instruction.
 DELTIC_INLINE uint16x4_t halves(Native v) {
     uint16x4_t sound = vmovn_u32((uint32x4_t)(v == v));
     return vbsl_u16(sound, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v)), vdup_n_u16(0x7e00));
@@ -442,7 +444,7 @@ DELTIC_INLINE void narrow(float value, Half &out) {
     out = all[0];
 }
 
-// Per byte: the table's entry (of the first 16 bytes, which are repeated) that the code (0 .. 15) names.
+// Per byte: the table entry with the index `codes` (0 .. 15). The table's first 16 bytes are repeated.
 DELTIC_INLINE NativeBytes lookup(NativeBytes table, NativeBytes codes) {
 #if defined(__AVX512BW__)
     return (NativeBytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
@@ -456,15 +458,16 @@ DELTIC_INLINE NativeBytes lookup(NativeBytes table, NativeBytes codes) {
 #endif
 }
 
-#if defined(__AVX512F__) || !defined(__AVX2__)  // else `dots` has its own way, which depends on the bits of the codes
-// Per lane: acc + the four unsigned bytes of the lane times the four signed bytes of `x`, which all share. Exact.
+// With AVX2, `dots` has its own code, which depends on the bits per code.
+#if defined(__AVX512F__) || !defined(__AVX2__)
+// Per lane: acc + the four unsigned bytes of the lane times the four signed bytes of `x`, which all lanes share. Exact.
 DELTIC_INLINE NativeInts dot4(NativeInts acc, NativeBytes codes, const int32_t &x) {
 #if defined(__AVX512VNNI__)
-    // compilers load what is broadcast into a register of its own, and then run out of registers
+    // compilers load the broadcast operand into a separate register and then run out of registers
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(codes), "m"(x));
     return acc;
 #elif defined(__AVX512BW__)
-    // by 16-bit products: pairs of 8-bit products would saturate
+    // uses 16-bit products: pairs of 8-bit products would saturate
     __m512i even = _mm512_and_si512((__m512i)codes, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16((__m512i)codes, 8);
     __m512i both = _mm512_set1_epi32(x);
     __m512i low = _mm512_srai_epi16(_mm512_slli_epi16(both, 8), 8), high = _mm512_srai_epi16(both, 8);
@@ -480,7 +483,7 @@ DELTIC_INLINE NativeInts dot4(NativeInts acc, NativeBytes codes, const int32_t &
 }
 #endif
 
-// Per lane: acc + two signed 16-bit numbers of the lane times the two of `x`, the same for all lanes. Exact.
+// Per lane: acc + two signed 16-bit numbers of the lane times the two of `x`, which all lanes share. Exact.
 DELTIC_INLINE NativeInts dot2(NativeInts acc, NativeInts pairs, const int32_t &x) {
 #if defined(__AVX512VNNI__)
     asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(pairs), "m"(x));
@@ -497,15 +500,15 @@ DELTIC_INLINE NativeInts dot2(NativeInts acc, NativeInts pairs, const int32_t &x
 }
 
 #if defined(__AVX512BF16__)
-// Per lane: acc + two bfloat16 of the lane times the two of `x`. Subnormals count as 0, and each sum is rounded once.
+// Per lane: acc + two bfloat16 of the lane times the two of `x`. Treats subnormals as 0 and rounds each sum once.
 DELTIC_INLINE Native dot2_bf16(Native acc, NativeWords pairs, uint32_t x) {
     return (Native)_mm512_dpbf16_ps((__m512)acc, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(int(x)));
 }
-// 32 numbers as bfloat16, one after another. Subnormals become 0.
+// Converts 32 numbers to bfloat16, in order. Subnormals become 0.
 DELTIC_INLINE Words narrow_bf16(Floats first, Floats second) {
     return (Words)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
 }
-// Two numbers as bfloat16 in each lane, the first one in its low half. Subnormals become 0.
+// Converts two numbers per lane to bfloat16, the first one in the low half. Subnormals become 0.
 DELTIC_INLINE Words pair_bf16(Floats low, Floats high) {
     Words both = narrow_bf16(low, high);
     const Words order = {16 << 16 | 0, 17 << 16 | 1, 18 << 16 | 2, 19 << 16 | 3, 20 << 16 | 4, 21 << 16 | 5,
@@ -515,7 +518,7 @@ DELTIC_INLINE Words pair_bf16(Floats low, Floats high) {
 }
 #endif
 
-// Sum and maximum of all lanes, halving: one order everywhere.
+// Sum and maximum of all lanes, by halving: the order is the same at every level.
 DELTIC_INLINE float sum_lanes(Floats v) {
     float lane[16];
     store(lane, v);
@@ -531,7 +534,7 @@ DELTIC_INLINE float max_lanes(Floats v) {
     return lane[0];
 }
 
-// The largest lane of numbers that are not negative.
+// The largest lane of non-negative numbers.
 DELTIC_INLINE int32_t max_lanes(Ints v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_epi32((__m512i)v);
@@ -547,7 +550,7 @@ DELTIC_INLINE int32_t max_lanes(Ints v) {
 #endif
 }
 #if defined(__aarch64__)
-// Four vectors, turned.
+// Transposes four vectors.
 DELTIC_INLINE void turn_four(uint32x4_t v[4]) {
     uint64x2_t a = (uint64x2_t)vzip1q_u32(v[0], v[1]), b = (uint64x2_t)vzip2q_u32(v[0], v[1]);
     uint64x2_t c = (uint64x2_t)vzip1q_u32(v[2], v[3]), d = (uint64x2_t)vzip2q_u32(v[2], v[3]);
@@ -557,7 +560,7 @@ DELTIC_INLINE void turn_four(uint32x4_t v[4]) {
     v[3] = (uint32x4_t)vzip2q_u64(b, d);
 }
 #endif
-// Sixteen vectors, turned: lane j of the i-th becomes lane i of the j-th.
+// Transposes sixteen vectors: lane j of the i-th becomes lane i of the j-th.
 DELTIC_INLINE void turn(Words v[16]) {
 #if defined(__AVX512F__)
     auto *r = (__m512i *)v;
@@ -571,7 +574,7 @@ DELTIC_INLINE void turn(Words v[16]) {
         a[i + 2] = _mm512_unpacklo_epi64(high01, high23);
         a[i + 3] = _mm512_unpackhi_epi64(high01, high23);
     }
-    // a[4 i + j]: of quarter q lane 4 q + j of the vectors 4 i .. 4 i + 3
+    // a[4 i + j]: its quarter q has lane 4 q + j of the vectors 4 i .. 4 i + 3
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
         __m512i even01 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), odd01 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
@@ -607,7 +610,7 @@ DELTIC_INLINE void turn(Words v[16]) {
 #endif
 }
 
-// Lanes i, i + 4, ... of the result: what `join` makes of all lanes of v[i].
+// Reduces each of four vectors with `join`. Lanes i, i + 4, ... of the result are the reduction of all lanes of v[i].
 template <typename Join> DELTIC_INLINE Ints of_four(const Ints v[4], Join &&join) {
 #if defined(__AVX512F__)
     auto *r = (const __m512i *)v;
@@ -618,7 +621,7 @@ template <typename Join> DELTIC_INLINE Ints of_four(const Ints v[4], Join &&join
     all = both(all, _mm512_shuffle_i32x4(all, all, 0x4e));
     return (Ints)both(all, _mm512_shuffle_i32x4(all, all, 0xb1));
 #elif defined(__aarch64__)
-    Ints parts[4];  // part k of all four
+    Ints parts[4];  // parts[k]: part k of all four vectors
     for (int i = 0; i < 4; ++i)
         for (int k = 0; k < 4; ++k) parts[k].part[i] = v[i].part[k];
     Ints all = join(join(parts[0], parts[1]), join(parts[2], parts[3]));
@@ -642,7 +645,7 @@ template <typename Join> DELTIC_INLINE Ints of_four(const Ints v[4], Join &&join
 #endif
 }
 
-// 32 numbers as bytes, and the sums of the first and of the second 16.
+// Narrows 32 numbers to bytes. sums: of the first and of the second 16.
 DELTIC_INLINE void to_s8(int8_t *to, Ints first, Ints second, int32_t sums[2]) {
 #if defined(__AVX512F__)
     __m256i codes = _mm256_set_m128i(_mm512_cvtepi32_epi8((__m512i)second), _mm512_cvtepi32_epi8((__m512i)first));
@@ -686,7 +689,7 @@ DELTIC_INLINE Ints max_of_four(const Ints v[4]) {
 DELTIC_INLINE Ints sum_of_four(const Ints v[4]) {
     return of_four(v, [](Ints a, Ints b) DELTIC_INLINE_LAMBDA { return a + b; });
 }
-// The larger one, and the smaller one; a where either is NaN.
+// Lane-wise maximum and minimum; a if either is NaN.
 DELTIC_INLINE Floats maximum(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_max_ps((__m512)b, (__m512)a);
@@ -710,10 +713,10 @@ DELTIC_INLINE Floats minimum(Floats a, Floats b) {
 #endif
 }
 
-// exp, relative error below 2e-7, clamped to the range of normal numbers; NaN stays NaN.
+// exp with a relative error below 2e-7. Clamped to the range of normal numbers; NaN stays NaN.
 DELTIC_INLINE Floats exponential(Floats x) {
     x = maximum(minimum(x, splat(88.0f)), splat(-87.0f));
-    // adding and taking away 1.5 * 2^23 rounds to an integer
+    // adding and subtracting 1.5 * 2^23 rounds to an integer
     Floats shifted = fma(x, splat(1.44269504f), splat(12582912.0f));
     Floats n = shifted - 12582912.0f;
     Floats r = fma(n, splat(-0.693359375f), x);

@@ -1,18 +1,18 @@
-// Quantized weights times many tokens: 256 columns of a panel are unpacked once, to bytes and scales as numbers, and
-// then multiplied with all tiles. The sums have the order of `times_int8`, so that the bits are the same.
+// Quantized weights times many tokens. 256 columns of a panel are unpacked once, to byte codes and float scales, and
+// then multiplied with all tiles. The order of sums is that of `times_int8`, so the bits are the same.
 //
-// Included by linear.cpp, after what it shares with the tiles of few tokens.
+// linear.cpp includes this file after the code that it shares with tiles of few tokens.
 
-// 8 groups of 32 columns.
+// Up to 8 groups of 32 columns.
 struct alignas(64) Unpacked {
-    NativeWords codes[8][8];  // plus 128 where the type has an offset
+    NativeWords codes[8][8];  // with an offset of 128 if the type has an offset
     Native scales[16];
     Native addends[8];
     NativeInts minima[8];
     Native dmin, unit;
 };
 
-// Unpacked weights as a format. Types with the same kind of scales share one.
+// Unpacked weights as a format (formats.hpp). Types with the same kind of scales share one.
 template <int Weights, int Group, Low Lows, bool Unit> struct Ready : Without {
     static constexpr int kWeights = Weights, kGroup = Group, kBits = 8;
     static constexpr int kOffset = Lows == kPlain ? 0 : kNone;
@@ -28,7 +28,7 @@ template <int Weights, int Group, Low Lows, bool Unit> struct Ready : Without {
 };
 template <class Format> using ReadyOf = Ready<Format::kWeights, Format::kGroup, Format::kLow, Format::kUnit>;
 
-// `groups` groups of 32 columns, all in one block if it has so many.
+// Unpacks `groups` groups of 32 columns: all from one block if it has so many, otherwise from consecutive blocks.
 template <class Format> DELTIC_INLINE void unpack(const uint8_t *data, int groups, int64_t ahead, Unpacked &to) {
     constexpr int kGroups = Format::kWeights / 32, kEach = kHalves<Format>;
     constexpr int kMore = Format::kOffset == kNone ? 0 : 128 - (128 >> (Format::kOffset & 31));
@@ -38,7 +38,7 @@ template <class Format> DELTIC_INLINE void unpack(const uint8_t *data, int group
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) {
             NativeBytes codes = (NativeBytes)Format::code(block, g % kGroups, i);
-            to.codes[g][i] = (NativeWords)(codes + uint8_t(kMore));  // so that all types have the offset of `Ready`
+            to.codes[g][i] = (NativeWords)(codes + uint8_t(kMore));  // raises the type's offset to that of `Ready`
         }
 #pragma GCC unroll 2
         for (int half = 0; half < kEach; ++half)
@@ -53,7 +53,7 @@ template <class Format> DELTIC_INLINE void unpack(const uint8_t *data, int group
     if constexpr (Format::kUnit) to.unit = Format::unit({data, 0});
 }
 
-// Adds `groups` groups to the totals of the tile's tokens. `group` is the number of the first one in the tile.
+// Adds `groups` groups to the totals of the tile's tokens. group: index of the first one in the tile.
 template <class Format, int T>
 void add_unpacked(const Unpacked &weights, const Int8Tile &tile, int64_t group, int groups, Native *total) {
     using Plain = ReadyOf<Format>;

@@ -1,4 +1,4 @@
-// A vision tower's blocks, in parts: norms before the products, rotary positions, GELU by a hyperbolic tangent.
+// The blocks of a vision tower, in parts: norms before the products, rotary positions, GELU by tanh.
 #include <new>
 
 #include "layers.hpp"
@@ -9,10 +9,10 @@
 namespace deltic {
 namespace {
 
-// Scratch slots; products and attention have 0 to 3.
+// Scratch slots. Products and attention use 0 to 3.
 enum { kNormed = 24, kDelta, kWide };
 
-// Patches whose activations stay in the caches from one product to the next.
+// Patches per piece. Their activations stay in the caches from one product to the next.
 constexpr int64_t kTogether = 192;
 
 template <typename Body> void in_pieces(int64_t patches, Body &&body) {
