@@ -1,13 +1,13 @@
-// Gated attention over pages of keys and values, between the projections of a layer.
+// Gated attention over paged K/V: the computation between the input and output projections of a layer.
 //
-// A token's result must not depend on the chunk, the batch or the threads that it comes with, so there is one order of
-// operations per token and head. The context is cut at absolute multiples of kPart positions. Within a part: scores as
-// sums over the dimensions in their order, their maximum, weights relative to it, sums of weighted values over the
-// positions in their order. Then the parts are merged in their order (`merge`). Whether one thread does all parts or
-// each part is a job of its own, and how many queries share the keys that were loaded, changes speed only.
+// A token's result must not depend on the chunking, the batch or the threads: each token and head has one order of
+// operations. The context is cut into parts at absolute multiples of kPart positions. Within a part, a score is summed
+// over the dimensions in ascending order, weights are relative to the part's maximum score, and weighted values are
+// summed over the positions in ascending order. `merge` then combines the parts in ascending order. Whether one thread
+// computes all parts or each part is a job, and how many queries share the loaded keys, changes only the speed.
 //
-// Vectors of scores have positions as lanes: whatever lies in the keys of positions that a query must not see stays in
-// lanes that are masked. Values of such positions are never multiplied at all.
+// A vector of scores has one position per SIMD lane. Keys of positions that a query must not see affect only masked
+// lanes. Values of such positions are not multiplied (int8: their weight is the integer 0).
 #include "int4.hpp"
 #include "int8.hpp"
 #include "levels.hpp"
@@ -19,10 +19,10 @@ namespace {
 
 constexpr int64_t kPage = DELTIC_PAGE;
 constexpr int64_t kPart = 512;
-// From one query's scores to the next one's: no power of two, lest all queries of a tile share a few cache sets.
+// Stride between the scores of two queries. A power of two would map all queries of a tile to a few cache sets.
 constexpr int64_t kScores = kPart + kLanes;
 
-// The inner loops keep the sums of a tile of queries in registers: kTile * kWide of them, as wide as the level has.
+// Register tile of the inner loops: kTile queries times kWide accumulators, each a full register of the SIMD level.
 #if defined(__AVX512F__)
 constexpr int kTile = 12, kWide = 2;
 #elif defined(__AVX2__)
@@ -32,13 +32,13 @@ constexpr int kTile = 4, kWide = 4;
 #else
 constexpr int kTile = 2, kWide = 4;
 #endif
-// Positions, or dimensions of values, in a row of unpacked memory.
+// Width of a panel of unpacked memory: positions (of keys) or dimensions (of values).
 constexpr int64_t kPanel = kWide * kNative;
 static_assert(kPanel % kPage == 0);
 
-// Queries that share keys and values once those are unpacked.
+// Queries per job and K/V head. They share the keys and values that the job unpacks.
 constexpr int64_t kJobQueries = 96;
-// Chunks of up to so many tokens are cut into a job per part: their results take little memory.
+// Chunks of up to this many tokens are cut into a job per part: their results take little memory.
 constexpr int64_t kShortChunk = 8;
 
 // ---- Norm, rotation, storage.
@@ -52,7 +52,7 @@ template <typename T> void put(T *to, Floats v, int64_t count) {
     std::memcpy(to, part, size_t(count) * sizeof(T));
 }
 
-// The head of a query or key, normed where there is a scale, its leading `turned` dimensions rotated, times `factor`.
+// Prepares a query or key head: RMS norm if `scale` is not null, RoPE on the first `turned` dimensions, times `factor`.
 template <typename T>
 void prepare_head(const float *head, const float *scale, const float *cosines, const float *sines, int64_t dim,
                   int64_t turned, float eps, float factor, T *to) {
@@ -76,7 +76,7 @@ void prepare_head(const float *head, const float *scale, const float *cosines, c
     for (int64_t i = turned; i < dim; i += kLanes) put(to + i, normed(i, dim - i) * factor, dim - i);
 }
 
-// ---- What the jobs of a call share.
+// ---- Data shared by the jobs of a call.
 
 struct Call {
     const deltic_attention_layer &layer;
@@ -86,22 +86,22 @@ struct Call {
     float *queries;  // [kv_heads, tokens, group, dim], ready for products with keys
     float *out;
     int64_t dim, group;
-    int64_t padded;  // dim, rounded up to panels
-    int64_t record;  // floats of a result: weighted values [padded], maximum, sum of weights
+    int64_t padded;  // dim, rounded up to a multiple of kPanel
+    int64_t record;  // floats of a query's result: weighted values [padded], maximum score, sum of weights
 
     bool int4() const { return kv.type == DELTIC_INT4; }
-    // Of a token in pages of int4 or int8.
+    // Bytes of a token's keys or values in pages of int4 or int8.
     int64_t token_bytes(int bits) const {
         return int4() ? layer.kv_heads * int4_width(dim, bits) : int8_bytes(layer.kv_heads, dim);
     }
     int64_t width() const { return (layer.gate ? 2 : 1) * layer.heads * dim + 2 * layer.kv_heads * dim; }
-    int64_t stride() const { return layer.kv_heads * dim; }  // from one position of a page to the next
+    int64_t stride() const { return layer.kv_heads * dim; }  // elements between two positions of a page
     const float *query_of(int64_t kv_head, int64_t token) const {
         return queries + (kv_head * batch.tokens + token) * group * dim;
     }
 };
 
-// keys: of the token, its values behind them, as they come from the projection.
+// keys: the token's projected keys [kv_heads, dim], followed by its values.
 template <typename T> void store_token(const Call &call, int64_t token, const float *keys) {
     const auto &layer = call.layer;
     int64_t dim = call.dim, turned = layer.rotary_dim, at = call.batch.store[token] * call.stride();
@@ -163,11 +163,11 @@ template <typename T> void prepare_token(const Call &call, int64_t token) {
 
 // ---- Products of a tile of queries.
 
-// Rows of 64 bytes, `stride` bytes apart, turned into vectors of their words.
+// Transposes 16 rows of 64 bytes, `stride` bytes apart: out[i] has the 32-bit word i of each row.
 DELTIC_INLINE void transpose(const void *from, int64_t stride, Words out[kLanes]) {
     auto row = [&](int i) { return static_cast<const char *>(from) + i * stride; };
 #if defined(__AVX512F__)
-    __m512 part[4][4];  // of rows 4 i ..: in the 128 bits of number n, column 4 n + c
+    __m512 part[4][4];  // part[i][c]: its 128-bit lane n has column 4 n + c of the rows 4 i .. 4 i + 3
     for (int i = 0; i < 4; ++i) {
         __m512 r0 = _mm512_loadu_ps(row(4 * i)), r1 = _mm512_loadu_ps(row(4 * i + 1));
         __m512 r2 = _mm512_loadu_ps(row(4 * i + 2)), r3 = _mm512_loadu_ps(row(4 * i + 3));
@@ -205,10 +205,10 @@ DELTIC_INLINE void transpose(const void *from, int64_t stride, Words out[kLanes]
 #endif
 }
 
-// Dimensions that `columns` takes at a time: those in 64 bytes.
+// Dimensions per call of `columns`: 64 bytes of a row.
 template <typename T> constexpr int64_t kGroup = 64 / int64_t(sizeof(T));
 
-// body(dimension, vector of 16 rows' numbers in it), in order, for kGroup dimensions.
+// Calls body(d, column) for kGroup dimensions in ascending order. Lane i of `column` is dimension d of row i.
 template <typename Body> DELTIC_INLINE void columns(const float *from, int64_t stride, Body &&body) {
     Words words[kLanes];
     transpose(from, stride * 4, words);
@@ -235,12 +235,12 @@ template <typename Body> DELTIC_INLINE void columns(const Half *from, int64_t st
     }
 }
 
-// Asks for a line of each position of a page, for later: into the second cache, which takes more at a time.
+// Prefetches one cache line of each position of a page into L2, which takes more prefetches at a time than L1.
 template <typename T> DELTIC_INLINE void fetch_lines(const T *page, int64_t stride) {
     for (int i = 0; i < kPage; ++i) __builtin_prefetch(page + i * stride, 0, 2);
 }
 
-// Scores of a tile, queries [dim, R], at the positions of a panel of keys [dim, kPanel].
+// Scores of a tile of queries [dim, R] at the positions of a panel of keys [dim, kPanel].
 template <int R> void score_panel(const float *queries, const float *panel, int64_t dim, float *scores) {
     Native sum[R][kWide] = {};
     for (int64_t d = 0; d < dim; ++d, queries += R, panel += kPanel) {
@@ -258,7 +258,8 @@ template <int R> void score_panel(const float *queries, const float *panel, int6
         for (int w = 0; w < kWide; ++w) store(scores + r * kScores + w * kNative, sum[r][w]);
 }
 
-// The same at the positions of a page, straight from its keys; for tiles that share them with no other.
+// The same for one page, whose keys are read directly: for a tile that shares them with no other tile. next: data to
+// prefetch, with the layout of `keys`.
 template <int R, typename T>
 void score_page(const float *queries, const T *keys, int64_t stride, int64_t dim, float *scores, const T *next) {
     Floats sum[R] = {};
@@ -274,7 +275,7 @@ void score_page(const float *queries, const T *keys, int64_t stride, int64_t dim
     for (int r = 0; r < R; ++r) store(scores + r * kScores, sum[r]);
 }
 
-// Adds the values [count, W vectors] times each query's weights to its sums.
+// Adds values [count, W registers], times the weights of each of R queries, to that query's sums.
 template <int R, int W, typename T>
 void weigh(const T *values, int64_t stride, const float *weights, int64_t count, float *sums, int64_t record) {
     Native sum[R][W];
@@ -297,7 +298,7 @@ void weigh(const T *values, int64_t stride, const float *weights, int64_t count,
         for (int w = 0; w < W; ++w) store(sums + r * record + w * kNative, sum[r][w]);
 }
 
-// body(std::integral_constant R) for the R that a tile of so many rows is padded to.
+// Calls body(std::integral_constant R), where R is the padded size of a tile of `rows` queries.
 template <typename Body> DELTIC_INLINE void by_rows(int64_t rows, Body &&body) {
     if constexpr (kTile <= 4) {
         body(std::integral_constant<int, kTile>());
@@ -310,7 +311,7 @@ template <typename Body> DELTIC_INLINE void by_rows(int64_t rows, Body &&body) {
 
 // ---- Results of parts.
 
-// Scores become weights; their maximum and the sum of the weights go to `tail`.
+// Replaces scores with weights exp(score - maximum). Writes the maximum and the sum of the weights to `tail`.
 void soften(float *scores, int64_t count, float *tail) {
     const Ints kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     int64_t whole = count / kLanes * kLanes;
@@ -334,7 +335,7 @@ void soften(float *scores, int64_t count, float *tail) {
     tail[1] = sum_lanes(sum);
 }
 
-// Adds the result of the next part to that of all before it.
+// Merges the result of the next part into that of all earlier parts.
 void merge(float *total, const float *part, int64_t padded) {
     float top = total[padded] < part[padded] ? part[padded] : total[padded];
     Floats old = exponential(splat(total[padded] - top)), fresh = exponential(splat(part[padded] - top));
@@ -343,7 +344,7 @@ void merge(float *total, const float *part, int64_t padded) {
     total[padded + 1] = total[padded + 1] * old[0] + part[padded + 1] * fresh[0];
 }
 
-// Output of a token's head from the result of all parts.
+// Writes the output of a token's head from its result over all parts.
 void finish(const Call &call, const float *total, int64_t token, int64_t head) {
     int64_t dim = call.dim;
     float *to = call.out + (token * call.layer.heads + head) * dim;
@@ -363,25 +364,25 @@ void finish(const Call &call, const float *total, int64_t token, int64_t head) {
 
 // ---- Jobs.
 
-// A block of tokens of a row's chunk, for some key heads, over parts [part, end).
+// A block of tokens of a row's chunk, for the K/V heads [head, head + heads), over the parts [part, end).
 struct Job {
     int64_t row, first, tokens, head, heads, part, end;
-    float *results;  // of all parts, for `finish_job`; null: the job finishes by itself
-    int64_t step;    // floats from one part's results to the next one's
+    float *results;  // results of all parts, for `merge_parts`; null: this job itself writes the output
+    int64_t step;    // floats between the results of two parts
 };
 
-// Rows of a job's arrays per key head: one per query, and those that pad the last tile.
+// Rows per K/V head in a job's arrays: one per query, plus padding of the last tile.
 int64_t rows_of(const Call &call, int64_t tokens) { return round_up(tokens * call.group, 4); }
 
-// A thread's memory for int8.
+// A thread's scratch memory for int8.
 struct Int8Space {
-    static constexpr int64_t kBlock = 64;  // positions with weights in one unit
+    static constexpr int64_t kBlock = 64;  // positions whose weights share one unit (scale)
 
     float *key_scales = nullptr, *value_scales = nullptr;  // [heads, kPart]
-    float *units = nullptr, *weight_units = nullptr;       // of the factors of queries, and of weights: [rows]
-    int32_t *biases = nullptr, *weight_biases = nullptr;   // `bias_of` the factors: [rows]
-    int32_t *factors = nullptr;                            // of a tile's weights: [kBlock / 4, rows of the tile]
-    int8_t *block = nullptr;                               // quads of values: [kBlock / 4, padded]
+    float *units = nullptr, *weight_units = nullptr;       // [rows]: units of query codes, of weight codes
+    int32_t *biases = nullptr, *weight_biases = nullptr;   // [rows]: `bias_of` these codes
+    int32_t *factors = nullptr;                            // [kBlock / 4, rows of the tile]: a tile's weight codes
+    int8_t *block = nullptr;                               // [kBlock / 4, padded]: quads of values
 
     Int8Space() = default;
     static int64_t floats(const Call &call, int64_t rows) {
@@ -391,7 +392,7 @@ struct Int8Space {
     Int8Space(const Call &call, int64_t rows, float *from) {
         block = reinterpret_cast<int8_t *>(from);
         factors = reinterpret_cast<int32_t *>(from + kBlock / 4 * call.padded);
-        key_scales = from + kBlock / 4 * (call.padded + kTile);  // a head has four rows or more
+        key_scales = from + kBlock / 4 * (call.padded + kTile);  // a head has at least four rows
         value_scales = key_scales + rows * (kPart / 4);
         units = value_scales + rows * (kPart / 4);
         weight_units = units + rows;
@@ -399,7 +400,7 @@ struct Int8Space {
         weight_biases = biases + rows;
     }
 };
-// Numbers between -1/2 and 1/2, one for each position of a block. Any run of positions has an even spread of them.
+// Offsets between -1/2 and 1/2, one per position of a block. In any run of positions they are spread evenly.
 constexpr struct Dither {
     float at[Int8Space::kBlock];
 
@@ -412,7 +413,7 @@ constexpr struct Dither {
     }
 } kDither;
 
-// A thread's memory.
+// A thread's scratch memory.
 struct Space {
     float *queries, *scores, *panel, *total, *part;
     Int8Space int8;
@@ -439,16 +440,16 @@ template <typename T> struct Worker {
     const Space &space;
     int64_t queries = job.tokens * call.group, rows = rows_of(call, job.tokens), dim = call.dim;
     int64_t start = 0;      // first position of the part
-    int64_t positions = 0;  // of the part, that the job's last token sees
+    int64_t positions = 0;  // positions of the part that the job's last token sees
 
-    // How many positions of the part a query sees.
+    // Number of positions of the part that a query sees.
     int64_t seen(int64_t query) const {
         int64_t index = call.batch.done[job.row] + job.first + query / call.group;
         return most(0, least(kPart, index + 1 - start));
     }
     int64_t tile_rows(int64_t tile) const { return least(kTile, queries - tile); }
 
-    // Keys or values of the job's first head in the page of a position; of int4, of all heads.
+    // Keys or values in the page of a position, from the job's first head on; int4: from the first head on.
     const T *page(const void *pool, int64_t position) const {
         int64_t number = call.batch.pages[job.row * call.batch.table + (start + position) / kPage];
         if constexpr (kInt4)
@@ -458,22 +459,22 @@ template <typename T> struct Worker {
         else return static_cast<const T *>(pool) + number * kPage * call.stride() + job.head * dim;
     }
     int bits_of(const void *pool) const { return pool == call.kv.keys ? kKeyBits : kValueBits; }
-    // Numbers [dim] of the job's head of int4 keys or values at a position of a page.
+    // Unpacks the int4 key or value [dim] of the job's head at a position of a page.
     void read_int4(const T *page, int64_t position, int bits, float *to) const {
         const auto *token = reinterpret_cast<const uint8_t *>(page) + position % kPage * call.token_bytes(bits);
         read_head({token, job.head, call.layer.kv_heads, dim, bits}, dim, bits, to);
     }
-    // What is needed after the keys, or the values, of the page at a position: the part's keys come before its values.
+    // Returns the data to prefetch during the work on a page of keys: the next keys, then the part's first values.
     const T *after_keys(int64_t position) const {
         return position + kPage < positions ? page(call.kv.keys, position + kPage) : page(call.kv.values, 0);
     }
-    // Two pages ahead, as values take less work a byte.
+    // The same for values: two pages ahead, because values take less work per byte.
     const T *after_values(int64_t position) const {
         int64_t next = position + 2 * kPage;
         return page(call.kv.values, next < positions ? next : position);
     }
 
-    // Queries as [dim, rows of the tile], tile by tile.
+    // Packs the queries tile by tile, each tile as [dim, rows of the tile].
     void pack_queries() {
         for (int64_t h = 0; h < job.heads; ++h) {
             const float *from = call.query_of(job.head + h, call.batch.starts[job.row] + job.first);
@@ -483,17 +484,17 @@ template <typename T> struct Worker {
                 });
         }
     }
-    // Rows that pad the tile hold whatever follows, and so do their results, which nobody reads.
+    // Padding rows of a tile contain whatever follows in memory. Their results are never read.
     template <int R> void pack_tile(const float *from, float *to) {
         int64_t whole = dim / kLanes * kLanes;
-        // lanes behind the tile's rows are overwritten by the next dimension
+        // a store writes 16 lanes; the next dimension overwrites those past the tile's rows
         for (int64_t d = 0; d < whole; d += kLanes)
             columns(from + d, dim, [&](int64_t i, Floats column) { store(to + (d + i) * R, column); });
         for (int64_t d = whole; d < dim; ++d)
             for (int64_t r = 0; r < R; ++r) to[d * R + r] = from[r * dim + d];
     }
 
-    // body(row, query, head) for all queries.
+    // Calls body(row, query, head) for all queries.
     template <typename Body> void each_query(Body &&body) {
         for (int64_t h = 0; h < job.heads; ++h)
             for (int64_t query = 0; query < queries; ++query) body(h * rows + query, query, job.head + h);
@@ -516,14 +517,14 @@ template <typename T> struct Worker {
         if (!job.results) finish_job(space.total);
     }
 
-    // The output from the results of all parts.
+    // Writes the output from the results over all parts.
     void finish_job(const float *total) {
         each_query([&](int64_t row, int64_t query, int64_t head) {
             int64_t token = call.batch.starts[job.row] + job.first + query / call.group;
             finish(call, total + row * call.record, token, head * call.group + query % call.group);
         });
     }
-    // The same where each part was a job of its own.
+    // The same if each part was a job of its own: merges the results first.
     void merge_parts() {
         each_query([&](int64_t row, int64_t query, int64_t) {
             int64_t index = call.batch.done[job.row] + job.first + query / call.group;
@@ -533,7 +534,7 @@ template <typename T> struct Worker {
         finish_job(job.results);
     }
 
-    // A single tile uses what it loads once: unpacking it to memory would be in vain.
+    // A single tile uses each key and value only once: unpacking them to memory would not pay.
     static bool direct(const Call &call, int64_t tokens) {
         if (kInt4 || tokens * call.group > kTile) return false;
         return kInt8 || (call.dim % kGroup<T> == 0 && call.dim % kPanel == 0);
@@ -560,7 +561,7 @@ template <typename T> struct Worker {
         });
     }
 
-    // All heads of a page before the next page: memory is fastest when it is read in one go.
+    // Processes all heads of a page before the next page: sequential reads are fastest.
     void score_directly() {
         by_rows(queries, [&](auto padded) {
             for (int64_t i = 0; i < positions; i += kPage) {
@@ -570,7 +571,7 @@ template <typename T> struct Worker {
                     float *scores = space.scores + h * rows * kScores + i;
                     if constexpr (kPanel > kPage) {
                         score_page<padded.value>(own, keys + h * dim, call.stride(), dim, scores, next + h * dim);
-                    } else {  // too few registers for unpacking on the way
+                    } else {  // too few registers to transpose keys within the loop
                         unpack_keys(keys + h * dim, next + h * dim, space.panel);
                         score_panel<padded.value>(own, space.panel, dim, scores);
                     }
@@ -606,7 +607,7 @@ template <typename T> struct Worker {
             }
         }
     }
-    // Keys of a page as [dim, kPanel].
+    // Unpacks the keys of a page as [dim, kPanel].
     void unpack_keys(const T *keys, const T *next, float *to) {
         if constexpr (kInt4) {
             alignas(64) float rows[kPage * kMostDim];
@@ -633,7 +634,7 @@ template <typename T> struct Worker {
                            result + tile * call.record + d);
         }
     }
-    // Values of the part in a panel of dimensions, as [positions, kPanel].
+    // Unpacks the part's values in the dimensions from `first` on, as [positions, kPanel].
     void unpack_values(int64_t first) {
         int64_t width = least(kPanel, dim - first);
         if constexpr (kInt4) return unpack_int4_values(first, width);
@@ -659,12 +660,12 @@ template <typename T> struct Worker {
         }
     }
 
-    // ---- int8: scores and weighted values by sums of integers. Factors of a tile lie as [quads, its rows].
+    // ---- int8: scores and weighted values are integer sums. Factors of a tile: [quads, rows of the tile].
 
     static constexpr int64_t kBlock = Int8Space::kBlock;
 
-    // body(row of the job's arrays, tile, integral constant of its padded rows) for the tiles of a head that see
-    // positions behind the first `before` of the part.
+    // Calls body(row of the job's arrays, tile, integral constant of its padded rows) for the tiles of a head that see
+    // more than the first `before` positions of the part.
     template <typename Body> void each_tile(int64_t head, int64_t before, Body &&body) {
         for (int64_t tile = 0; tile < queries; tile += kTile)
             if (seen(tile + tile_rows(tile) - 1) > before)
@@ -685,7 +686,7 @@ template <typename T> struct Worker {
                 });
         }
     }
-    // step: from one quad to the next one's.
+    // Rounds a query to eight bits and writes its quads to `to`. step: words between two quads.
     void pack_query(const float *query, int64_t row, int64_t step, int32_t *to) {
         alignas(64) int8_t codes[kInt8Dim];
         Unit unit(largest(query, dim));
@@ -700,7 +701,7 @@ template <typename T> struct Worker {
         for (int64_t quad = 0; quad < query_quads(); ++quad) std::memcpy(to + quad * step, codes + 4 * quad, 4);
     }
 
-    // Scales of the job's heads at the positions of a page.
+    // Reads the scales of the job's heads at the positions of a page.
     void read_scales(const T *page, int64_t position, float *scales) {
         const auto *from = reinterpret_cast<const char *>(page) - job.head * dim + call.stride() + job.head * 4;
         int64_t step = call.token_bytes(8);
@@ -736,19 +737,19 @@ template <typename T> struct Worker {
             }
         }
     }
-    // The keys two panels on, or the part's first values.
+    // Prefetches the keys two panels ahead, after the last keys the part's first values.
     Fetch after_panel(int64_t position, int64_t h) const {
         int64_t next = position + 2 * kPanel;
         if (next < positions) return fetch_of(call.kv.keys, next, h);
         return fetch_of(call.kv.values, least(next - positions, positions - 1), h);
     }
-    // Two pages from a position on, as far as the part goes.
+    // Prefetches two pages from a position on, within the part.
     Fetch fetch_of(const void *pool, int64_t position, int64_t h) const {
         const T *one = page(pool, position) + h * dim;
         const T *other = position + kPage < positions ? page(pool, position + kPage) + h * dim : one;
         return Fetch(one, other, dim, call.token_bytes(8));
     }
-    // Keys of a page as quads [dim / 4, kPanel].
+    // Unpacks the keys of a page as quads [dim / 4, kPanel].
     void unpack_codes(const T *keys, int8_t *to) {
         int64_t step = call.token_bytes(8), whole = dim / 64 * 64;
         for (int64_t d = 0; d < whole; d += 64) {
@@ -757,7 +758,7 @@ template <typename T> struct Worker {
 #pragma GCC unroll 16
             for (int i = 0; i < kLanes; ++i) store(to + (d / 4 + i) * 4 * kPanel, biased(words[i]));
         }
-        // bytes behind the last dimension meet factors of 0
+        // bytes past the last dimension are multiplied by factors of 0
         for (int64_t d = whole; d < dim; d += 4)
             for (int i = 0; i < kPage; ++i) {
                 uint32_t quad;
@@ -773,8 +774,8 @@ template <typename T> struct Worker {
         for (int64_t i = 0; i < positions; i += kBlock)
             for (int64_t h = 0; h < job.heads; ++h) weigh_block(h, i, result);
     }
-    // Factors from the weights of a block times the scales of the values; the query sees `count` positions. kDither is
-    // added before rounding, so that many small weights keep their sum.
+    // Rounds weights times value scales of a block to eight-bit factors. The query sees `count` of its positions.
+    // kDither is added before rounding so that many small weights keep their sum.
     void pack_weights(const float *weights, const float *scales, int64_t count, int64_t row, int64_t step,
                       int32_t *to) {
         alignas(64) int8_t codes[kBlock];
@@ -795,7 +796,7 @@ template <typename T> struct Worker {
         space.int8.weight_biases[row] = bias_of(sums);
         for (int64_t quad = 0; quad < kBlock / 4; ++quad) std::memcpy(to + quad * step, codes + 4 * quad, 4);
     }
-    // Adds the weighted values of the positions of a block.
+    // Adds the weighted values of the block that begins at position `first`.
     void weigh_block(int64_t h, int64_t first, float *result) {
         int64_t end = least(positions, first + kBlock), step = call.token_bytes(8), padded = call.padded;
         int8_t *block = space.int8.block;
@@ -815,7 +816,7 @@ template <typename T> struct Worker {
             Fetch fetch(block);
             for (int64_t d = 0; d < padded; d += kPanel) {
                 float *to = result + row * call.record + d;
-                // a half of the dimensions for each half of the next block
+                // each half of the dimensions prefetches two of the next block's four pages
                 if (!last && !tiled && d % pieces_of(padded, 2) == 0)
                     fetch = fetch_of(call.kv.values, least(end + (d ? 2 * kPage : 0), positions - 1), h);
                 multiply<R, kWide>(block + 4 * d, 4 * padded, factors, pieces_of(end - first, 4), fetch,
@@ -836,8 +837,8 @@ template <typename T> struct Worker {
         weave_part(codes + whole, step, dim - whole, to + 4 * whole);
     }
 
-    // Adds the weighted values of positions [first, end), of which `values` has the first one. Those before `shared`,
-    // which all queries of the tile see, they take together, the rest one by one.
+    // Adds the weighted values of positions [first, end); `values` points to `first`. All queries of the tile see the
+    // positions before `shared` and process them together, and the other positions one query at a time.
     template <typename V>
     void weigh_tile(const V *values, int64_t stride, int64_t first, int64_t end, int64_t shared, const float *weights,
                     int64_t tile, float *sums) {
@@ -856,22 +857,22 @@ template <typename T> struct Worker {
     }
 };
 
-// The jobs of a call, the long ones first: prefill rows, which come last, from their ends.
+// The jobs of a call, the long ones first: prefill rows, which are last in the batch, are planned from their ends.
 template <typename T> struct Plan {
     const Call &call;
     int64_t threads;
-    int64_t block = most(1, kJobQueries / call.group);  // tokens of a job
-    int64_t jobs = 0, cut = 0;                          // how many; how many are cut into a job per part
-    int64_t rows = rows_of(call, block);                // of a job, at most
-    int64_t results = 0;                                // floats of the results of those parts
-    int64_t parts = 0;                                  // of all blocks of tokens
+    int64_t block = most(1, kJobQueries / call.group);  // tokens per job
+    int64_t jobs = 0, cut = 0;                          // jobs to run; jobs that are cut into one per part
+    int64_t rows = rows_of(call, block);                // maximum rows of a job
+    int64_t results = 0;                                // floats of the results of cut jobs
+    int64_t parts = 0;                                  // parts of all blocks of tokens
 
-    // body(job, whether it is to be cut) for all jobs.
+    // Calls body(job, cuts) for all jobs. cuts: cut the job into one per part.
     template <typename Body> void each(Body &&body) {
         const auto &batch = call.batch;
         for (int64_t row = batch.rows - 1; row >= 0; --row) {
             int64_t chunk = batch.starts[row + 1] - batch.starts[row];
-            // A job takes whole pages if there is enough to do for all threads.
+            // A job takes whole pages (all heads) if there is enough work for all threads.
             bool together = parts >= 2 * threads && Worker<T>::direct(call, chunk);
             int64_t heads = together ? call.layer.kv_heads : 1;
             for (int64_t first = (chunk - 1) / block * block; first >= 0; first -= block)
@@ -892,7 +893,7 @@ template <typename T> struct Plan {
             rows = most(rows, job.heads * rows_of(call, job.tokens));
         });
     }
-    // list [jobs], whole [cut].
+    // list [jobs]: the jobs to run. whole [cut]: the jobs that are cut.
     void fill(Job *list, Job *whole, float *memory) {
         each([&](Job job, bool cuts) {
             if (!cuts) {
@@ -911,14 +912,14 @@ template <typename T> struct Plan {
     }
 };
 
-// body(T{}) for the type of keys and values.
+// Calls body(T{}) for the element type T of K/V pages.
 template <typename Body> void by_kv_type(int64_t type, Body &&body) {
     if (type == DELTIC_INT4) body(Int4{});
     else if (type == DELTIC_INT8) body(Int8{});
     else by_type(type, body);
 }
 
-// body(token), in pieces of so many that handing them out costs nothing.
+// Calls body(token) in pieces so large that distributing them costs nothing.
 template <typename Body> void by_token(deltic_pool *pool, int64_t tokens, int64_t width, Body &&body) {
     int64_t at_once = 16384 / width + 1;
     parallel(pool, pieces_of(tokens, at_once), [&](int64_t piece, int) {
@@ -927,10 +928,10 @@ template <typename Body> void by_token(deltic_pool *pool, int64_t tokens, int64_
     });
 }
 
-// Scratch slots 16 to 19.
+// Uses scratch slots 16 to 19.
 template <typename T> void run(deltic_pool *pool, Call &call) {
     int64_t tokens = call.batch.tokens;
-    call.queries = scratch_of<float>(pool, 16, (tokens * call.layer.heads + kLanes) * call.dim);  // tiles are padded
+    call.queries = scratch_of<float>(pool, 16, (tokens * call.layer.heads + kLanes) * call.dim);  // pads the last tile
     by_token(pool, tokens, call.width(), [&](int64_t token) { prepare_token<T>(call, token); });
 
     Plan<T> plan{call, pool_threads(pool)};

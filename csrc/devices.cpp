@@ -1,4 +1,4 @@
-// The device layer: memory and streams of the processor and of NVIDIA GPUs. What it holds belongs to a deltic_devices.
+// The device layer: memory and streams of the CPU and of NVIDIA GPUs. A deltic_devices owns all resources.
 #include <sched.h>
 #include <unistd.h>
 
@@ -31,7 +31,7 @@ struct Allocation {
 
 struct Stream {
     int64_t device;
-    void *handle;  // of the driver; null for the processor
+    void *handle;  // CUstream; null: the CPU, or the default stream of a GPU
 };
 
 uint64_t address_of(const void *memory) { return reinterpret_cast<uintptr_t>(memory); }
@@ -44,7 +44,7 @@ void check_pointer(const void *pointer, const char *name) {
     if (!pointer) refuse(std::string(name) + " must not be null");
 }
 
-// The number behind a key of a file of /proc in kB, as bytes; -1 if it is not there. The text behind it goes to `text`.
+// Returns the value of a key in a /proc file, from kB to bytes; -1 if it is missing. Copies its text to `text`.
 int64_t proc_entry(const char *path, const char *key, std::string *text = nullptr) {
     std::unique_ptr<FILE, int (*)(FILE *)> file(std::fopen(path, "r"), std::fclose);
     char line[512];
@@ -85,7 +85,7 @@ struct deltic_devices {
     }
 
     ~deltic_devices() {
-        // a driver that fails here, at the end of a process, say, has nothing left to give back
+        // if the driver fails here, for example at process exit, there is nothing left to free
         for (auto &entry : streams) quietly([&] { destroy(entry.second); });
         for (auto &entry : allocations) quietly([&] { give_back(entry.first, entry.second); });
         for (size_t index = 0; index < contexts.size(); ++index)
@@ -121,7 +121,7 @@ struct deltic_devices {
         return found->second;
     }
 
-    // The stream that work on these devices is put into.
+    // Returns the stream for work on two devices. Rejects a stream of another device, or of the CPU if one is a GPU.
     Stream chosen(int64_t number, int64_t device, int64_t other) {
         int64_t own = device == kCpu ? other : device;
         if (!number) return {own, nullptr};
@@ -142,7 +142,7 @@ struct deltic_devices {
         if (next == allocations.begin()) return;
         const auto &[start, found] = *std::prev(next);
         int64_t offset = static_cast<int64_t>(address - start);
-        if (offset >= found.bytes) return;  // memory of somebody else
+        if (offset >= found.bytes) return;  // memory that was allocated elsewhere
         if (found.device != device)
             refuse(std::string(name) + " is memory of device " + std::to_string(found.device) + ", not of device " +
                    std::to_string(device));
@@ -166,10 +166,10 @@ struct deltic_devices {
         return found;
     }
 
-    std::string why;  // there is no GPU
+    std::string why;  // reason why there is no GPU
     std::unique_ptr<Driver> driver;
-    std::vector<void *> contexts;  // of each GPU; null until it is used
-    std::mutex lock;               // of all that follows, and of the contexts
+    std::vector<void *> contexts;  // primary context of each GPU; null until its first use
+    std::mutex lock;               // guards `contexts` and all fields below
     std::map<uint64_t, Allocation> allocations;
     std::map<int64_t, Stream> streams;
     int64_t last_stream = 0;
@@ -178,7 +178,7 @@ struct deltic_devices {
 
 namespace {
 
-// The context of a GPU is the thread's current one meanwhile.
+// Makes the context of a GPU the thread's current one while the object exists.
 class Current {
   public:
     Current(deltic_devices &devices, int64_t device) : driver_(*devices.driver) {
@@ -194,7 +194,7 @@ class Current {
     const Driver &driver_;
 };
 
-// Runs a call. No exception leaves it: its status does, and the reason goes to the thread's text.
+// Runs a call and converts exceptions to a status. Stores the error text for the calling thread.
 template <typename Call> int guarded(deltic_devices *devices, Call &&call) {
     if (!devices) return DELTIC_BAD_ARGUMENT;
     DeviceError error{DELTIC_NO_MEMORY, "memory ran out"};
@@ -222,7 +222,7 @@ int64_t deltic_devices::memory_of(int64_t device) const {
     return static_cast<int64_t>(total);
 }
 
-// Memory of a device that is in no account yet.
+// Allocates memory on a device, without an entry in `allocations`.
 uint64_t deltic_devices::take(int64_t device, int64_t bytes) {
     uint64_t address = 0;
     if (device == kCpu) {
@@ -389,7 +389,7 @@ int deltic_stream_new(deltic_devices *devices, int64_t device, int64_t *stream) 
         Stream made{device, nullptr};
         if (device != kCpu) {
             Current current(*devices, device);
-            // 0: in order with the default stream, into which torch puts its work
+            // flags 0: the stream is ordered with the default stream, which torch uses
             devices->driver->check(devices->driver->make_stream(&made.handle, 0), "cuStreamCreate");
         }
         std::lock_guard<std::mutex> held(devices->lock);

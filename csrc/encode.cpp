@@ -1,8 +1,8 @@
-// What lies between the products of an encoder's layer or a vision tower's block: attention of all tokens of a sequence
-// to each other, norms that take the mean away, GELU.
+// Kernels between the matrix products of an encoder layer or a vision tower block: bidirectional attention within a
+// sequence, layer norm, GELU.
 //
-// A token's result depends on its own sequence alone: sums over keys run in one order, whatever the batch is, and
-// whatever part of the work a call is asked for.
+// A token's result depends only on its own sequence: sums over keys have one order, whatever the batch and whatever
+// range of heads and queries a call computes.
 #include <vector>
 
 #include "levels.hpp"
@@ -13,20 +13,20 @@ namespace deltic::DELTIC_LEVEL {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kKeys = 12;    // scores of so many keys and 16 queries are summed up in registers
-constexpr int kRows = 8;     // so are so many queries' results, of 32 numbers of a head each
+constexpr int kKeys = 12;    // register tile of the scores: kKeys keys by 16 queries
+constexpr int kRows = 8;     // register tile of the results: kRows queries by kVectors vectors of 16 dimensions
 constexpr int kVectors = 2;
 #elif defined(__AVX2__) || defined(__aarch64__)
 constexpr int kKeys = 4, kRows = 4, kVectors = 1;
 #else
 constexpr int kKeys = 2, kRows = 2, kVectors = 1;
 #endif
-constexpr int64_t kBlock = 480;      // keys whose scores are there at a time: they stay in the first-level cache
-constexpr int64_t kTogether = 128;   // queries that pass a block of keys while it stays in the second-level cache
-constexpr int64_t kQueries = 1024;   // of one piece of work
+constexpr int64_t kBlock = 480;      // keys per block: their scores with 16 queries stay in L1
+constexpr int64_t kTogether = 128;   // queries that are processed with a block of keys while the block stays in L2
+constexpr int64_t kQueries = 1024;   // maximum number of queries of a task
 static_assert(kBlock % kKeys == 0 && kBlock % 2 == 0 && kTogether % kLanes == 0 && kQueries % kTogether == 0);
 
-// Sixteen numbers, or the first `count` of them.
+// Loads 16 floats, or the first `count` of them.
 DELTIC_INLINE Floats some(const float *from, int64_t count) {
     return count == kLanes ? loadf(from) : load_part(from, count);
 }
@@ -35,7 +35,7 @@ DELTIC_INLINE void put(float *to, Floats v, int64_t count) {
     else store_part(to, v, count);
 }
 
-// What is multiplied: words of 32 bits, each a float or two bfloat16 that follow each other along what is summed up.
+// Operand types. An operand is a 32-bit word: one float, or two bfloat16 that are neighbours along the summed axis.
 struct Float32 {
     static constexpr int64_t kNumbers = 1;
     static DELTIC_INLINE Floats dot(Floats sum, Words vector, uint32_t number) {
@@ -43,11 +43,11 @@ struct Float32 {
     }
     static DELTIC_INLINE Words word(const Floats *numbers) { return (Words)numbers[0]; }
     static DELTIC_INLINE Words words(const float *numbers) { return load<Words>(numbers); }
-    static constexpr float kUnit = 1.0f;  // 1 / ln of what scores are powers of
+    static constexpr float kUnit = 1.0f;  // 1 / ln(base of `power`): queries are scaled by it
     static DELTIC_INLINE Floats power(Floats score) { return exponential(score); }
 };
 #if defined(__AVX512BF16__)
-// 2^x, relative error below 8e-5, which is nothing beside that of bfloat16.
+// 2^x with a relative error below 8e-5, which is negligible beside the rounding error of bfloat16.
 DELTIC_INLINE Floats power_of_two(Floats x) {
     __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     Floats r = x - (Floats)whole, p = splat(5.5171570e-2f);
@@ -68,7 +68,7 @@ struct Bfloat16 {
 };
 #endif
 
-// Scores of one tile of keys: out [kKeys][16 queries]. q [steps][16], k [steps][kKeys].
+// Computes the scores of one tile of keys: out [kKeys][16 queries]. q [steps][16], k [steps][kKeys].
 template <class Kind> DELTIC_INLINE void scores(const uint32_t *q, const uint32_t *k, int64_t steps, float *out) {
     Floats sum[kKeys] = {};
     for (int64_t step = 0; step < steps; ++step) {
@@ -80,7 +80,8 @@ template <class Kind> DELTIC_INLINE void scores(const uint32_t *q, const uint32_
     for (int t = 0; t < kKeys; ++t) store(out + t * kLanes, sum[t]);
 }
 
-// p [keys][16] floats: scores become words of the power of score - largest, [steps][16]. Returns what they sum up to.
+// Replaces the scores p [keys][16] (floats) with the weights power(score - largest) as operand words [steps][16].
+// Returns the sums of the weights.
 template <class Kind> DELTIC_INLINE Floats weigh(float *p, int64_t keys, Floats largest) {
     Floats total = {};
     for (int64_t k = 0; k < keys; k += Kind::kNumbers) {
@@ -94,7 +95,7 @@ template <class Kind> DELTIC_INLINE Floats weigh(float *p, int64_t keys, Floats 
     return total;
 }
 
-// out[query][16 * V]: the values v [steps][stride], weighted by p [steps][16], for kRows of the queries.
+// out [kRows queries][16 * V] = sums of the values v [steps][stride], weighted by p [steps][16].
 template <class Kind, int V>
 DELTIC_INLINE void mix(const uint32_t *p, const uint32_t *v, int64_t steps, int64_t stride, Floats out[kRows][V]) {
     Floats sum[kRows][V] = {};
@@ -109,10 +110,10 @@ DELTIC_INLINE void mix(const uint32_t *p, const uint32_t *v, int64_t steps, int6
         for (int i = 0; i < V; ++i) out[row][i] = sum[row][i];
 }
 
-// One head of one sequence, in a thread's own memory.
+// One head of one sequence, in a thread's scratch memory.
 template <class Kind> struct Head {
     const Attention &work;
-    int64_t start, tokens, column;  // the sequence; the head's first number among the queries of a token
+    int64_t start, tokens, column;  // first token and length of the sequence; the head's first column in q, k or v
     int64_t hidden, dim, padded, wide, steps;
     uint32_t *keys, *values, *queries;
     float *weights, *found, *largest, *total, *row;
@@ -141,7 +142,8 @@ template <class Kind> struct Head {
         return work.qkv + (start + token) * 3 * hidden + part * hidden + column;
     }
 
-    // A token's query (part 0) or key (part 1) into a row: with its bias, turned, times `factor`; zeros behind it.
+    // Writes a token's query (part 0) or key (part 1) to row `place`: adds the bias, multiplies by `factor`, applies
+    // RoPE. Zeros follow the head's numbers.
     DELTIC_INLINE void take(int64_t token, int part, float factor, int64_t place) const {
         const float *from = input(token, part), *bias = work.bias + part * hidden + column;
         float *row = this->row + place * wide, *plain = this->row + kLanes * wide;
@@ -162,9 +164,9 @@ template <class Kind> struct Head {
         }
     }
 
-    // The queries (part 0) or keys (part 1) of `count` tokens, at most 16, into a tile: words[step * width + token].
-    // Whole vectors are written, so that what is behind a step's words, up to 16 of them, is overwritten: by zeros
-    // beyond `count`.
+    // Writes the queries (part 0) or keys (part 1) of `count` <= 16 tokens to a tile: words[step * width + token].
+    // Each step writes a whole vector of 16 words, with zeros from `count` on. If `width` is below 16, this overwrites
+    // the 16 - width words after the step.
     void place(uint32_t *words, int64_t width, int64_t first, int64_t count, int part, float factor) const {
         constexpr int64_t kStep = kLanes * Kind::kNumbers;  // numbers of a vector
         for (int64_t d = 0; d < dim; d += kStep) {
@@ -179,7 +181,7 @@ template <class Kind> struct Head {
         }
     }
 
-    // keys [tiles][steps][kKeys], values [tokens / kNumbers][padded]
+    // Packs all keys of the sequence as [tiles][steps][kKeys] and all values as [tokens / kNumbers][padded].
     void pack() const {
         for (int64_t token = 0; token < tokens; token += kKeys)
             place(keys + token * steps, kKeys, token, least(kKeys, tokens - token), 1, 1.0f);
@@ -193,7 +195,7 @@ template <class Kind> struct Head {
             }
     }
 
-    // kTogether queries, or what is left of them up to `end`
+    // Computes kTogether queries from `first` on, but none from `end` on.
     void run(int64_t first, int64_t end) const {
         int64_t count = least(kTogether, end - first);
         float factor = Kind::kUnit / std::sqrt(float(dim));
@@ -209,7 +211,7 @@ template <class Kind> struct Head {
         for (int64_t query = 0; query < count; ++query) write(first + query, query);
     }
 
-    // A block of keys for 16 queries, of which so many count.
+    // Processes a block of `count` keys for 16 queries, of which the first `rows` are valid.
     void pass(int64_t key, int64_t count, int64_t query, int64_t rows) const {
         const uint32_t *q = queries + query * steps;
         for (int64_t k = 0; k < count; k += kKeys)
@@ -246,7 +248,7 @@ template <class Kind> struct Head {
         const float *bias = work.bias + 2 * hidden + column;
         for (int64_t d = 0; d < dim; d += kLanes) {
             int64_t part = least(kLanes, dim - d);
-            // the weights of a query sum up to 1, so that the values' bias may come last
+            // the weights of a query add up to 1, so the bias of the values can be added at the end
             Floats value = fma(loadf(found + query * padded + d), splat(inverse), some(bias + d, part));
             put(work.out + (start + token) * hidden + column + d, value, part);
         }
@@ -262,7 +264,7 @@ template <class Kind> void attend(deltic_pool *pool, const Attention &work) {
     int64_t longest = 0, step = kQueries, threads = pool_threads(pool);
     for (int64_t sequence = 0; sequence < work.sequences; ++sequence)
         longest = most(longest, work.starts[sequence + 1] - work.starts[sequence]);
-    // one head of one long sequence is still work for all threads
+    // with few heads and sequences, tasks have fewer queries, so that even one head of one sequence uses all threads
     int64_t heads = work.sequences * (work.end_head - work.first_head), queries = least(longest, work.end) - work.first;
     if (heads * pieces_of(queries, step) < threads)
         step = round_up(pieces_of(queries, pieces_of(threads, heads)), kTogether);
@@ -283,7 +285,8 @@ template <class Kind> void attend(deltic_pool *pool, const Attention &work) {
     });
 }
 
-// erf, within 5e-7: a quotient of polynomials in x^2 that was fitted to it by least squares with moving weights.
+// erf with an error below 5e-7: x times a quotient of polynomials in x^2, which was fitted by least squares with
+// iteratively adapted weights.
 DELTIC_INLINE Floats error_function(Floats x) {
     x = maximum(minimum(x, splat(4.0f)), splat(-4.0f));
     Floats s = x * x;
@@ -305,7 +308,7 @@ DELTIC_INLINE Floats gelu_of(Floats x) {
     return fma(half, error_function(x * 0.70710678f), half);
 }
 
-// Its approximation by a hyperbolic tangent: x times the sigmoid of twice that tangent's argument.
+// The tanh approximation of GELU: x times the sigmoid of twice the argument of tanh.
 DELTIC_INLINE Floats gelu_tanh_of(Floats x) {
     Floats inner = fma(x * x, splat(0.044715f), splat(1.0f));
     return x * sigmoid(x * inner * 1.59576912f);
@@ -343,7 +346,7 @@ void norm_token(const float *residual, const float *delta, const float *bias, co
                                     load_part(shift + whole, rest)), rest);
 }
 
-// Pieces of so many rows that handing them out costs nothing.
+// Calls body(row) in pieces of so many rows that the cost of distributing them is negligible.
 template <typename Body> void by_row(deltic_pool *pool, int64_t rows, int64_t width, Body &&body) {
     int64_t step = width > 8192 ? 1 : 8192 / width + 1;
     parallel(pool, pieces_of(rows, step), [&](int64_t piece, int) {

@@ -1,4 +1,4 @@
-// A whole encoder: layers that see all of a sequence, norms behind the sums.
+// Forward pass of a text encoder: bidirectional attention, and a layer norm after each residual sum (post-norm).
 #include <atomic>
 #include <new>
 
@@ -10,14 +10,14 @@
 namespace deltic {
 namespace {
 
-// Scratch slots; products and attention have 0 to 4.
+// Scratch slots of the encoder. Matrix products and attention use the slots 0 to 4.
 enum { kQkv = 24, kMixed, kDelta, kWide };
 
-// Tokens whose activations stay in the caches from one product to the next: of all threads together, and of one that
-// has them for itself.
+// Maximum tokens of a part whose activations stay in the caches from one product to the next: kTogether if all threads
+// share the part, kAlone if one thread computes it.
 constexpr int64_t kTogether = 192, kAlone = 96;
-// A layer's weights of so many bytes stay in the third-level cache, so that each thread may read them all, for tokens
-// of its own: what they leave in its caches no other thread asks for. Of larger ones threads share each product.
+// Up to this many bytes, a layer's weights stay in L3. Then each thread reads all of them for its own tokens, and no
+// thread needs activations from another core's caches. With larger weights, threads share each product.
 constexpr int64_t kSmall = 8 << 20;
 
 struct Tokens {
@@ -31,7 +31,7 @@ int64_t bytes_of(const deltic_weight &weight) {
     return bytes;
 }
 
-// body(pool, tokens) for all of them, a part at a time; the pool is the one that the part has.
+// Calls body(pool, part) for all tokens, part by part. pool: the threads of that part.
 template <typename Body> void in_parts(deltic_pool *pool, int64_t tokens, bool small, Body &&body) {
     int64_t threads = pool_threads(pool);
     if (!small || threads == 1) {
@@ -39,11 +39,11 @@ template <typename Body> void in_parts(deltic_pool *pool, int64_t tokens, bool s
             body(pool, Tokens{first, tokens - first < kTogether ? tokens - first : kTogether});
         return;
     }
-    // as many parts for each thread, of whole tiles
+    // equally many parts per thread, each of whole tiles
     constexpr int64_t kTile = 12;
     int64_t rounds = (tokens + threads * kAlone - 1) / (threads * kAlone), parts = rounds * threads;
     int64_t step = ((tokens + parts - 1) / parts + kTile - 1) / kTile * kTile;
-    std::atomic<bool> failed{false};  // an exception must not leave a thread of the pool
+    std::atomic<bool> failed{false};  // an exception must not escape from a thread of the pool
     parallel(pool, (tokens + step - 1) / step, [&](int64_t part, int thread) {
         int64_t first = part * step;
         try {
@@ -55,7 +55,7 @@ template <typename Body> void in_parts(deltic_pool *pool, int64_t tokens, bool s
     if (failed.load(std::memory_order_relaxed)) throw std::bad_alloc();
 }
 
-// A layer's queries, keys and values of some tokens.
+// Computes a layer's queries, keys and values for the tokens of a part.
 void project(deltic_pool *pool, const deltic_encoder &model, const deltic_encoder_layer &layer, Tokens part,
              const float *x, float *qkv) {
     int64_t hidden = model.hidden;
@@ -63,7 +63,7 @@ void project(deltic_pool *pool, const deltic_encoder &model, const deltic_encode
                               3 * hidden, true);
 }
 
-// All of a layer behind its attention, for some tokens.
+// Computes the rest of a layer after its attention, for the tokens of a part.
 void finish(deltic_pool *pool, const deltic_encoder &model, const deltic_encoder_layer &layer, Tokens part,
             const float *mixed, float *x) {
     int64_t hidden = model.hidden, width = rows_of(layer.up);

@@ -1,15 +1,17 @@
 // The core of a Gated DeltaNet layer: convolution, gates, delta rule and gated norm.
 //
-// A token's numbers come from the same operations in the same order however its sequence is cut into chunks: the rule
-// runs token by token, every sum has one order, and raw inputs take the ring's type before anything is computed.
+// A token's result does not depend on how its sequence is cut into chunks: the delta rule runs token by token, every
+// sum has one order, and raw inputs are rounded to the ring's type before anything is computed.
 //
-// A slot is wholly as of some number of tokens. What came after may lie in a unit of replay entries: what each token
-// added to the state, which `replay` adds by the same operations, so that the result has the same bits.
+// A slot holds the state after some number of tokens, the base. The updates of later tokens may be in a unit of replay
+// entries, one entry per token. `replay` adds them to the state with the same operations as the rule itself, so the
+// result has the same bits.
 //
-// What the convolution and the gates make of the tokens lies in scratch, one entry per head and token:
+// Outputs of the convolution and the gates are in scratch memory, one entry per head and token:
 //   key entry:   key [key_pad], query / sqrt(key_dim) [key_pad], key . query
 //   value entry: value, later the rule's output [value_pad], decay, beta
-// Pads are zero. The batch is worked on in windows of tokens, so that entries stay in the cache. Scratch slots 6 to 8.
+// Padding is zero. The batch is processed in windows of tokens so that the entries stay in the cache.
+// Uses scratch slots 6 to 8.
 #include <math.h>
 
 #include "levels.hpp"
@@ -19,27 +21,27 @@
 namespace deltic::DELTIC_LEVEL {
 namespace {
 
-constexpr int64_t kSlice = 2 * kNative;  // columns of a head's state that one task takes through a chunk
-constexpr int64_t kBlock = 32;           // tokens that are convolved together
-constexpr int64_t kNormed = 8;           // tokens that are normed together
+constexpr int64_t kSlice = 2 * kNative;  // columns of a head's state that one task updates
+constexpr int64_t kBlock = 32;           // tokens per convolution task
+constexpr int64_t kNormed = 8;           // tokens per task of the gated norm
 constexpr int64_t kWindow = 128;         // tokens that have entries at the same time
 constexpr int64_t kReplay = DELTIC_RING;  // replay entries in a unit
-constexpr int64_t kFew = 4;               // of these, as many as are read without a copy of the state
+constexpr int64_t kFew = 4;               // maximum replay entries that are read without a copy of the state
 constexpr float kUnitEps = 1e-6f;
 
 DELTIC_INLINE int64_t padded(int64_t count) { return round_up(count, kLanes); }
 
 struct Row {
     int64_t index, first, tokens, done, source, target;
-    int64_t base, next;  // how many tokens the source is as of, and the target after the step
-    int64_t unit;        // has the replay entries of base .. done - 1
+    int64_t base, next;  // tokens in the state of the source, and of the target after the step
+    int64_t unit;        // unit with the replay entries of base .. done - 1
 
-    // Whether the chunk becomes replay entries.
+    // True if the chunk is written as replay entries.
     bool appends() const { return next < done + tokens; }
     bool replays() const { return base < done || appends(); }
 };
 
-// `count` tokens of a row's chunk from its token `begin` on.
+// `count` tokens of a row's chunk, from the chunk's token `begin` on.
 struct Part {
     Row row;
     int64_t begin, count;
@@ -51,11 +53,11 @@ struct Job {
     const deltic_batch &batch;
     const float *proj;
     float *out;
-    int64_t group{}, channels{}, width{};            // value heads per key head; numbers per token of proj
-    int64_t key_pad{}, value_pad{}, stage_pad{};     // dimensions in whole vectors; the larger of the two
-    int64_t key_entry{}, value_entry{}, work_size{}; // floats of an entry, and of a thread's room
-    int64_t room{}, base{};                          // how many tokens have entries, and the first of them
-    float *keys{}, *values{}, *work{};               // entries; the threads' rooms
+    int64_t group{}, channels{}, width{};            // value heads per key head; channels of conv; columns of proj
+    int64_t key_pad{}, value_pad{}, stage_pad{};     // key_dim and value_dim padded to vectors; the larger of both
+    int64_t key_entry{}, value_entry{}, work_size{}; // floats per key entry, value entry and thread's work buffer
+    int64_t room{}, base{};                          // tokens that fit into the entries; batch token of entry 0
+    float *keys{}, *values{}, *work{};               // key entries; value entries; work buffers of all threads
 
     Row row(int64_t index) const {
         int64_t first = batch.starts[index], tokens = batch.starts[index + 1] - first, done = batch.done[index];
@@ -67,7 +69,7 @@ struct Job {
         }
         return row;
     }
-    // The row's tokens among batch tokens begin .. end - 1.
+    // The row's tokens among the batch tokens begin .. end - 1.
     Part part(int64_t index, int64_t begin, int64_t end) const {
         Row whole = row(index);
         int64_t from = most(whole.first, begin), to = least(whole.first + whole.tokens, end);
@@ -76,7 +78,7 @@ struct Job {
     float *key_at(int64_t head, int64_t token) const { return keys + (head * room + token - base) * key_entry; }
     float *value_at(int64_t head, int64_t token) const { return values + (head * room + token - base) * value_entry; }
     int64_t key_head(int64_t head) const { return layer.tiled ? head % layer.key_heads : head / group; }
-    // The member-th value head of a key head.
+    // Value head number `member` of a key head.
     int64_t value_head(int64_t head, int64_t member) const {
         return layer.tiled ? member * layer.key_heads + head : head * group + member;
     }
@@ -86,7 +88,7 @@ struct Job {
     template <typename T> T *ring_of(int64_t slot) const {
         return static_cast<T *>(states.conv) + slot * states.places * channels;
     }
-    // Replay entries of a position.
+    // Index of a position's replay entry.
     static int64_t entry_of(const Row &row, int64_t position) { return row.unit * kReplay + position % kReplay; }
     template <typename T> T *replay_inputs(const Row &row, int64_t position) const {
         return static_cast<T *>(states.inputs) + entry_of(row, position) * channels;
@@ -100,7 +102,7 @@ struct Job {
     float *replay_decay(const Row &row, int64_t position, int64_t head) const {
         return states.decays + entry_of(row, position) * layer.value_heads + head;
     }
-    // A thread's room: state of a slice, then taps, then staged inputs, then updates of a slice.
+    // A thread's work buffer: the state of a slice, the taps, the staged inputs, the updates of a slice.
     float *slice_of(int thread) const { return work + thread * work_size; }
     float *taps_of(int thread) const { return slice_of(thread) + layer.key_dim * kSlice; }
     float *stage_of(int thread) const { return taps_of(thread) + layer.kernel * stage_pad; }
@@ -110,7 +112,7 @@ struct Job {
         for (int64_t emit = 0; emit < batch.emits; ++emit)
             if (batch.emit_row[emit] == row.index && batch.emit_length[emit] == length) body(batch.emit_slot[emit]);
     }
-    // Up to where the row can run on from `position`: its next emit, or `stop`.
+    // Returns the position up to which the row can run from `position`: its next emit, or `stop`.
     int64_t next_stop(const Row &row, int64_t position, int64_t stop) const {
         for (int64_t emit = 0; emit < batch.emits; ++emit) {
             int64_t length = batch.emit_length[emit];
@@ -122,7 +124,7 @@ struct Job {
 
 // ---- Raw inputs: staging, convolution, ring.
 
-// Numbers as they are after a stay in the ring; see `narrow`.
+// Rounds numbers as a store to the ring does; see `narrow`.
 DELTIC_INLINE Native as_stored(Native v, float) { return v; }
 DELTIC_INLINE Native as_stored(Native v, uint16_t) {
     NativeWords word = (NativeWords)v, sick = (NativeWords)(v != v);
@@ -136,9 +138,9 @@ template <typename T> DELTIC_INLINE float as_stored(float value) {
     return widen(kept);
 }
 
-// The raw inputs of `count` tokens from the chunk's token `begin` on, and of the kernel - 1 before these, as floats.
-// `ahead`: how far behind these the inputs lie that are staged next; so few at a time come from everywhere that the
-// processor does not see them coming.
+// Copies the raw inputs of `count` tokens, from the chunk's token `begin` on, and of the kernel - 1 tokens before them,
+// as floats. ahead: floats to the inputs that are staged next. These are prefetched, because a call reads too few
+// channels of each token for the hardware prefetcher to recognise the pattern.
 template <typename T>
 void stage_inputs(const Job &job, const Row &row, int64_t begin, int64_t count, int64_t channel, int64_t channels,
                   int64_t ahead, float *to) {
@@ -163,7 +165,7 @@ void stage_inputs(const Job &job, const Row &row, int64_t begin, int64_t count, 
     }
 }
 
-// [channels, 4] -> four rows; written so that compilers see the vectors in it.
+// [channels, 4] -> four rows; written so that compilers vectorise it.
 void split_four(const float *__restrict from, int64_t channels, float *__restrict a, float *__restrict b,
                 float *__restrict c, float *__restrict d) {
     for (int64_t i = 0; i < channels; ++i, from += 4) {
@@ -174,7 +176,7 @@ void split_four(const float *__restrict from, int64_t channels, float *__restric
     }
 }
 
-// The channels' taps as [kernel, stage_pad].
+// Transposes the taps of `channels` channels to [kernel, stage_pad].
 void arrange_taps(const Job &job, int64_t channel, int64_t channels, float *to) {
     int64_t kernel = job.layer.kernel, stride = job.stage_pad;
     const float *from = job.layer.conv + channel * kernel;
@@ -186,7 +188,7 @@ void arrange_taps(const Job &job, int64_t channel, int64_t channels, float *to) 
 
 DELTIC_INLINE Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
 
-// to [count, stride]: the convolution of staged inputs. `Kernel` is their number of taps, or 0 for any.
+// to [count, stride] = silu(convolution of the staged inputs). Kernel: the number of taps; 0: `any` taps.
 template <int64_t Kernel>
 void convolve(const float *staged, const float *taps, int64_t any, int64_t pad, int64_t count, int64_t channels,
               float *to, int64_t stride) {
@@ -211,7 +213,7 @@ void mix_channels(const Job &job, const Row &row, int64_t begin, int64_t count, 
     run(staged, taps, kernel, job.stage_pad, count, channels, to, stride);
 }
 
-// A raw input of the chunk in `count` channels from `first` on, as it is stored.
+// Stores a raw input of the chunk, for `count` channels from `first` on.
 template <typename T>
 void keep_input(const Job &job, const Row &row, int64_t position, int64_t first, int64_t count, T *to) {
     const float *raw = job.proj + (row.first + position - row.done) * job.width + first;
@@ -220,7 +222,7 @@ void keep_input(const Job &job, const Row &row, int64_t position, int64_t first,
     for (; j < count; ++j) narrow(raw[j], to[j]);
 }
 
-// The ring of `slot` as it is after `length` tokens of the row's sequence, in `count` channels from `first` on.
+// Brings the ring of `slot` to `length` tokens of the row's sequence, for `count` channels from `first` on.
 template <typename T>
 void advance_ring(const Job &job, const Row &row, int64_t slot, int64_t length, int64_t first, int64_t count) {
     int64_t places = job.states.places, channels = job.channels;
@@ -238,8 +240,8 @@ void advance_ring(const Job &job, const Row &row, int64_t slot, int64_t length, 
     }
 }
 
-// All rings and replay entries that the row writes. An emitted ring comes before its target, which may be the source of
-// both, and the target before the entries, which may take the places of those that it needs.
+// Writes all rings and replay inputs of the row. Emit slots precede the target slot, which may be the source of both.
+// The target slot precedes the new replay entries, which may overwrite entries that it needs.
 template <typename T> void advance_rings(const Job &job, const Row &row, int64_t first, int64_t count) {
     for (int64_t emit = 0; emit < job.batch.emits; ++emit)
         if (job.batch.emit_row[emit] == row.index)
@@ -267,7 +269,7 @@ DELTIC_INLINE void scale(float *x, int64_t count, float factor) {
     for (int64_t j = 0; j < count; j += kNative) store(x + j, load_native(x + j) * splat<Native>(factor));
 }
 
-// Queries and keys of one entry get length 1, queries over sqrt(key_dim).
+// Normalises key and query of a key entry to length 1 and divides the query by sqrt(key_dim).
 void finish_key(const Job &job, float *entry) {
     float *key = entry, *query = entry + job.key_pad;
     int64_t pad = job.key_pad;
@@ -285,7 +287,7 @@ void finish_value(const Job &job, int64_t head, int64_t token, float *entry) {
     entry[job.value_pad + 1] = 1.0f / (1.0f + expf(-b));
 }
 
-// The entries of a key head and its value heads, for `count` tokens of the row's chunk from `begin` on.
+// Computes the entries of a key head and its value heads, for `count` tokens of the row's chunk from `begin` on.
 template <typename T>
 void prepare(const Job &job, const Row &row, int64_t begin, int64_t count, int64_t head, int thread) {
     const deltic_gdn_layer &layer = job.layer;
@@ -309,7 +311,7 @@ void prepare(const Job &job, const Row &row, int64_t begin, int64_t count, int64
 }
 
 // ---- The delta rule, on N registers of columns of a state: S <- a S; u = beta (v - S'k); S <- S + k u'; o = S'q.
-// The output comes from the old state as a S'q + (k.q) u, so that one pass reads the state and one writes it.
+// The output is computed from the old state as a S'q + (k.q) u. So one pass reads the state and one pass writes it.
 
 template <int N> struct Columns {
     Native at[N];
@@ -331,7 +333,7 @@ template <int N> DELTIC_INLINE void store_row(float *to, const Columns<N> &row) 
     for (int n = 0; n < N; ++n) store(to + n * kNative, row.at[n]);
 }
 
-// One row of a S + k u'.
+// Returns one row of a S + k u'.
 template <int N>
 DELTIC_INLINE Columns<N> updated_row(Columns<N> row, float decay, float key, const Columns<N> &update) {
     for (int n = 0; n < N; ++n) row.at[n] = fma(splat<Native>(key), update.at[n], row.at[n] * splat<Native>(decay));
@@ -353,7 +355,7 @@ DELTIC_INLINE void remember(const float *from, float *to, int64_t stride, float 
         store_row<N>(to + i * stride, updated_row<N>(load_row<N>(from + i * stride), decay, key[i], update));
 }
 
-// `remember` for one token and `recall` for the next in one pass.
+// Does `remember` for one token and `recall` for the next token in one pass over the state.
 template <int N>
 DELTIC_INLINE void remember_and_recall(float *state, float decay, const float *key, const Columns<N> &update,
                                        const float *next_key, const float *next_query, int64_t key_dim,
@@ -366,7 +368,7 @@ DELTIC_INLINE void remember_and_recall(float *state, float decay, const float *k
     }
 }
 
-// The token's u; its value is replaced by its output.
+// Returns the token's u and overwrites its value with its output. by_key: S'k; by_query: S'q; match: k . q.
 template <int N>
 DELTIC_INLINE Columns<N> settle(float *value, float decay, float beta, float match, const Columns<N> &by_key,
                                 const Columns<N> &by_query) {
@@ -379,7 +381,7 @@ DELTIC_INLINE Columns<N> settle(float *value, float decay, float beta, float mat
     return update;
 }
 
-// The replay entries of a slice, oldest first; updates [count, N registers].
+// The replay entries of a slice, oldest first. updates: [count, N registers].
 struct Past {
     int64_t count;
     const float *key[kReplay];
@@ -387,7 +389,7 @@ struct Past {
     const float *updates;
 };
 
-// R rows of a slice from row `first` on, brought forward: as many as keep the multipliers busy.
+// Applies the replay entries to R rows of a slice, from row `first` on: enough independent chains for the FMA units.
 template <int N, int R> DELTIC_INLINE void replay_rows(float *state, const Past &past, int64_t first) {
     Columns<N> row[R];
     for (int r = 0; r < R; ++r) row[r] = load_row<N>(state + (first + r) * N * kNative);
@@ -404,8 +406,8 @@ template <int N> void replay(float *state, const Past &past, int64_t key_dim) {
     for (; i < key_dim; ++i) replay_rows<N, 1>(state, past, i);
 }
 
-// Takes a slice of a state, [key_dim, N registers] without gaps, through `count` tokens. Their u go to `updates`, if
-// that is not null.
+// Runs the rule for `count` tokens on a slice of a state, a contiguous [key_dim, N registers]. Writes the tokens' u to
+// `updates` if it is not null.
 template <int N>
 void run_tokens(const Job &job, float *state, const float *key, float *entry, int64_t column, int64_t count,
                 float *updates) {
@@ -425,7 +427,7 @@ void run_tokens(const Job &job, float *state, const float *key, float *entry, in
     }
 }
 
-// `count` of every `stride` floats to `count` of every `to_stride`.
+// Copies `rows` rows of `count` floats; their strides are `stride` and `to_stride` floats.
 void copy_columns(const float *from, int64_t stride, float *to, int64_t to_stride, int64_t rows, int64_t count) {
     for (int64_t i = 0; i < rows; ++i, from += stride, to += to_stride) {
         int64_t j = 0;
@@ -434,8 +436,8 @@ void copy_columns(const float *from, int64_t stride, float *to, int64_t to_strid
     }
 }
 
-// Brings the columns of a value head from `column` on, [key_dim, width] at `state`, from position `begin` to `end` by
-// replay entries. updates: room for theirs.
+// Applies the replay entries of the positions begin .. end - 1 to the columns of a value head from `column` on: state
+// [key_dim, width]. updates: a buffer for the updates of these entries.
 void replay_slice(const Job &job, const Row &row, int64_t begin, int64_t end, int64_t head, int64_t column,
                   int64_t count, int64_t width, float *state, float *updates) {
     Past past{end - begin, {}, {}, updates};
@@ -449,14 +451,13 @@ void replay_slice(const Job &job, const Row &row, int64_t begin, int64_t end, in
     run(state, past, job.layer.key_dim);
 }
 
-// Takes the columns from `column` on, at most kSlice, of a value head through a part: in a copy without gaps, which
-// fits the first-level cache.
+// Runs a part on the columns of a value head from `column` on, at most kSlice, in a contiguous copy that fits L1.
 void run_slice(const Job &job, const Part &part, int64_t head, int64_t column, int thread) {
     const Row &row = part.row;
     int64_t rows = job.layer.key_dim, stride = job.layer.value_dim, count = least(stride - column, kSlice);
     int64_t position = row.done + part.begin, end = position + part.count;
     int64_t width = count > kNative ? 2 * kNative : kNative;
-    // the parts before this one have left the target as of `next`, and replay entries of what came after
+    // earlier parts have left the target at min(next, position) tokens and written later tokens as replay entries
     int64_t base = part.begin ? least(row.next, position) : row.base;
     float *state = job.slice_of(thread), *updates = row.appends() ? job.updates_of(thread) : nullptr;
     const float *from = job.state_of(part.begin ? row.target : row.source, head) + column;
@@ -481,7 +482,7 @@ void run_slice(const Job &job, const Part &part, int64_t head, int64_t column, i
     if (!row.appends()) save(row.target);
 }
 
-// One token on N registers of columns that stay where they are.
+// Runs one token on N registers of columns, without a contiguous copy.
 template <int N>
 DELTIC_INLINE void step_columns(const Job &job, const float *from, float *to, const float *key, float *entry,
                                 int64_t column) {
@@ -493,7 +494,7 @@ DELTIC_INLINE void step_columns(const Job &job, const float *from, float *to, co
     remember<N>(from + column, to + column, stride, decay, key, key_dim, update);
 }
 
-// A few replay entries, on columns of a value head.
+// At most kFew replay entries, for columns of a value head.
 struct Recent {
     int64_t count;
     const float *keys[kFew], *updates[kFew];
@@ -506,7 +507,7 @@ struct Recent {
             decays[i] = *job.replay_decay(row, row.base + i, head);
         }
     }
-    // A row of the state that these entries are behind; null: of an empty one.
+    // Returns a row of the state with these entries applied. from: the row without them; null: zeros.
     template <int N> DELTIC_INLINE Columns<N> brought(const float *from, int64_t row) const {
         Columns<N> state{};
         if (from) state = load_row<N>(from);
@@ -516,8 +517,8 @@ struct Recent {
     }
 };
 
-// One token behind a few replay entries, on N registers of columns: it becomes an entry itself, or all of them are
-// written to the state. Without a copy of the state.
+// Runs one token after a few replay entries, on N registers of columns, without a copy of the state. The token becomes
+// a replay entry too, or the target state receives the entries and the token.
 template <int N> DELTIC_INLINE void step_behind(const Job &job, const Row &row, int64_t head, int64_t column) {
     int64_t key_dim = job.layer.key_dim, stride = job.layer.value_dim, pad = job.key_pad;
     const float *from = row.base ? job.state_of(row.source, head) + column : nullptr;
@@ -539,18 +540,19 @@ template <int N> DELTIC_INLINE void step_behind(const Job &job, const Row &row, 
     }
 }
 
-// Whether `step_behind` serves the only token of a row: few entries are behind it, and nothing else is wanted.
+// True if `step_behind` can run the only token of a row: at most kFew replay entries, whole registers of columns, no
+// emit and, if the token is appended, no write of the target.
 bool has_few_behind(const Job &job, const Row &row) {
     if (row.done - row.base > kFew || (row.appends() && row.next != row.base)) return false;
     return job.layer.value_dim % kNative == 0 && job.next_stop(row, row.done, row.done + 2) > row.done + 1;
 }
 
-// A value head's state through the only token of a row.
+// Runs the only token of a row on a value head's state.
 void step_head(const Job &job, const Row &row, int64_t head, int thread) {
     int64_t columns = job.layer.value_dim, size = job.layer.key_dim * columns, column = 0;
     const float *from = job.state_of(row.source, head), *key = job.key_at(job.key_head(head), row.first);
     float *to = job.state_of(row.target, head), *entry = job.value_at(head, row.first);
-    // more columns than these would need more registers than there are
+    // more columns at a time would need more registers than the level has
     constexpr int kMost = kNative == 16 ? 8 : 4;
     if (row.replays() && has_few_behind(job, row)) {
         for (; columns - column >= kMost * kNative; column += kMost * kNative)
@@ -576,7 +578,7 @@ void step_head(const Job &job, const Row &row, int64_t head, int thread) {
     });
 }
 
-// ---- What comes out.
+// ---- Gated norm.
 
 // out = x / sqrt(mean(x^2) + eps) * norm * silu(z)
 void norm_head(const Job &job, int64_t head, int64_t token) {
@@ -587,7 +589,7 @@ void norm_head(const Job &job, int64_t head, int64_t token) {
     float factor = 1.0f / std::sqrt(mean + job.layer.eps);
     int64_t j = 0;
     for (; j + kLanes <= count; j += kLanes) {
-        __builtin_prefetch(z + count + j);  // the next head's
+        __builtin_prefetch(z + count + j);  // the z of the next head
         store(out + j, loadf(x + j) * factor * loadf(job.layer.norm + j) * silu(loadf(z + j)));
     }
     if (j == count) return;
@@ -597,8 +599,8 @@ void norm_head(const Job &job, int64_t head, int64_t token) {
 
 // ---- Tasks.
 
-// Keys and decays of a part as replay entries, for a key head. No other task may still need the entries whose places
-// they take.
+// Writes the keys and decays of a part as replay entries, for a key head. No other task may still need the entries that
+// this overwrites.
 void append_entries(const Job &job, const Part &part, int64_t head) {
     const Row &row = part.row;
     for (int64_t position = row.done + part.begin, end = position + part.count; position < end; ++position) {
@@ -611,7 +613,7 @@ void append_entries(const Job &job, const Part &part, int64_t head) {
     }
 }
 
-// A row of one token, in one key head: all there is to do.
+// Does all work of a row of one token for one key head.
 template <typename T> void step_single(const Job &job, const Row &row, int64_t head, int thread) {
     const deltic_gdn_layer &layer = job.layer;
     int64_t keys = layer.key_heads * layer.key_dim;
@@ -627,7 +629,7 @@ template <typename T> void step_single(const Job &job, const Row &row, int64_t h
     if (row.appends()) append_entries(job, {row, 0, 1}, head);
 }
 
-// Tokens begin .. end - 1 of the batch, which belong to the rows first .. last - 1.
+// The tokens begin .. end - 1 of the batch. They belong to the rows first .. last - 1.
 struct Window {
     int64_t begin, end, first, last;
 };
@@ -643,7 +645,7 @@ int64_t blocks_of(const Job &job, const Window &window, int64_t row) {
     return pieces_of(job.part(row, window.begin, window.end).count, kBlock);
 }
 
-// Entries of a block of a row's tokens in the window, of one key head.
+// Computes the entries of a block of a row's tokens in the window, for one key head.
 template <typename T> void prepare_piece(const Job &job, const Window &window, int64_t piece, int thread) {
     int64_t block = piece / job.layer.key_heads, row = window.first;
     for (; block >= blocks_of(job, window, row); ++row) block -= blocks_of(job, window, row);
@@ -652,7 +654,7 @@ template <typename T> void prepare_piece(const Job &job, const Window &window, i
     prepare<T>(job, part.row, part.begin + skip, count, piece % job.layer.key_heads, thread);
 }
 
-// Entries of a window, and all of the rows of one token, which come first.
+// Computes the entries of a window, and does all work of the rows of one token, which are first in the batch.
 template <typename T> void prepare_window(const Job &job, deltic_pool *pool, const Window &window, int64_t singles) {
     int64_t heads = job.layer.key_heads, blocks = 0;
     for (int64_t row = window.first; row < window.last; ++row) blocks += blocks_of(job, window, row);
@@ -662,7 +664,7 @@ template <typename T> void prepare_window(const Job &job, deltic_pool *pool, con
     });
 }
 
-// The rule in a window, and the rings of the rows that end in it: by then they have been read.
+// Runs the rule in a window. Updates the rings of the rows that end in the window: all reads of these rings are done.
 template <typename T> void run_window(const Job &job, deltic_pool *pool, const Window &window) {
     int64_t slices = pieces_of(job.layer.value_dim, kSlice), per_row = job.layer.value_heads * slices;
     int64_t rows = window.last - window.first;
@@ -675,7 +677,7 @@ template <typename T> void run_window(const Job &job, deltic_pool *pool, const W
     });
 }
 
-// Norms, and what else can only be done once the rule has run.
+// Does the work that must follow the rule: norms, and keys and decays of the new replay entries.
 void finish_window(const Job &job, deltic_pool *pool, const Window &window) {
     int64_t rows = window.last - window.first;
     parallel(pool, pieces_of(window.end - window.begin, kNormed) + rows, [&](int64_t piece, int) {
@@ -740,7 +742,7 @@ void gdn(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states &
 void fold_ring(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states *states, int64_t count,
                int64_t source, int64_t ring, int64_t base, int64_t done, int64_t target) {
     deltic_batch none{};
-    // a row without tokens, which leaves everything in its target
+    // a row without tokens: it writes the state with all replay entries to its target
     Row row{0, 0, 0, done, source, target, base, done, ring};
     int64_t slices = pieces_of(layer.value_dim, kSlice), per_layer = layer.value_heads * slices + 1;
     int64_t work_size = job_of(layer, *states, none, nullptr, nullptr).work_size;

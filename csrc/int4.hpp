@@ -1,5 +1,5 @@
-// Keys and values in four bits, as deltic/ops/kv.py describes them: rotated heads, rounded to 32 levels (keys) or 16
-// that lie closer near zero.
+// int4 keys and values (format: deltic/ops/kv.py). Each head is rotated by a signed Hadamard transform and rounded to
+// 32 levels (keys) or 16 levels (values). The levels are denser near zero.
 #pragma once
 #include <array>
 #include <bit>
@@ -10,21 +10,21 @@
 namespace deltic::DELTIC_LEVEL {
 namespace {
 
-// Of pages in which a number has no address of its own.
+// Element type of int4 pages, in which a single number has no address.
 struct Int4 {
     uint8_t byte;
 };
 constexpr int kKeyBits = 5, kValueBits = 4;
 constexpr int64_t kMostDim = 256;
 constexpr float kSmallestScale = 0x1p-100f;
-// Scales that are tried, relative to the one that makes the outermost level the largest magnitude.
+// Candidate scales, relative to the scale that maps the outermost level to the largest magnitude.
 constexpr float kScales[] = {22 / 32.0f, 25 / 32.0f, 28 / 32.0f, 30 / 32.0f, 32 / 32.0f, 35 / 32.0f};
-// Of w = t + t^3 / 2: t is about w times this polynomial of w^2.
+// Inverse of w = t + t^3 / 2: t is about w times this polynomial of w^2.
 constexpr float kInverse[] = {0.98277253f, -0.32738898f, 0.13833282f, -0.02469429f};
 
 constexpr int64_t int4_width(int64_t dim, int bits) { return dim * bits / 8 + 2; }
 
-// Each of eight bits in the fifth bit of a byte.
+// Table: spreads the eight bits of a byte to the fifth bits of eight bytes.
 constexpr std::array<std::array<uint8_t, 8>, 256> fifth_bits() {
     std::array<std::array<uint8_t, 8>, 256> table{};
     for (int byte = 0; byte < 256; ++byte)
@@ -56,7 +56,7 @@ void rotate_head_back(float *x, int64_t dim) {
     for (int64_t i = 0; i < dim; ++i) x[i] *= factor * sign_of(unsigned(i));
 }
 
-// The parts of a token's bytes that are a head's.
+// Pointers to a head's bytes within a token: low four bits, fifth bits (keys only), bfloat16 scale.
 template <typename Byte> struct Int4Head {
     Byte *low, *high, *scale;
 
@@ -65,7 +65,7 @@ template <typename Byte> struct Int4Head {
           scale(token + heads * dim * bits / 8 + head * 2) {}
 };
 
-// What codes stand for, in units of the scale, and which code a number gets.
+// Maps codes to levels, in units of the scale, and numbers to codes.
 struct Levels {
     float half, middle, twice;
 
@@ -75,7 +75,7 @@ struct Levels {
         return u * (u * u + twice);
     }
     float largest() const { return at(2 * half - 1); }
-    // t of a scale with either sign, of which `codes` makes codes. x: in units of the levels.
+    // Returns t, the input of `codes`, for a scale of either sign. x: in units of the levels.
     DELTIC_INLINE Floats inverse(Floats x, float scale) const {
         Floats w = x * (0.5f / (half * half * half) / scale), top = splat(1.5f);
         w = choose(less(w, top), w, top);
@@ -87,11 +87,11 @@ struct Levels {
         Floats code = t * (sign * half) + middle, top = splat(2 * half - 1);
         code = choose(less(code, top), code, top);
         code = choose(less(Floats{}, code), code, Floats{});
-        return code + 0x1p23f - 0x1p23f;  // to nearest, to even
+        return code + 0x1p23f - 0x1p23f;  // rounds to nearest, ties to even
     }
 };
 
-// The scale, with its sign, whose levels have the largest cosine with x [dim]; dot: their product.
+// Finds the scale and sign whose levels have the largest cosine with x [dim]. dot: product of levels and x.
 struct BestScale {
     float scale, sign, dot, squares;
 
@@ -115,11 +115,11 @@ struct BestScale {
     }
 };
 
-// x [dim], rotated.
+// Quantizes a rotated head x [dim]. Overwrites x.
 void write_head(float *x, int64_t dim, int bits, const Int4Head<uint8_t> &to) {
     uint32_t most = 0;
     for (int64_t i = 0; i < dim; ++i) {
-        uint32_t size = std::bit_cast<uint32_t>(x[i]) & 0x7fffffff;  // NaN is larger than all numbers
+        uint32_t size = std::bit_cast<uint32_t>(x[i]) & 0x7fffffff;  // the bits of NaN compare above all numbers
         most = most < size ? size : most;
     }
     const Levels levels(bits);
@@ -149,7 +149,7 @@ void write_head(float *x, int64_t dim, int bits, const Int4Head<uint8_t> &to) {
     }
 }
 
-// to [dim]; from: of `dim` numbers, which may be a part of a head that begins at a multiple of eight.
+// Dequantizes `dim` numbers. from: a head, or a part of a head that begins at a multiple of eight.
 void read_head(const Int4Head<const uint8_t> &from, int64_t dim, int bits, float *to) {
     alignas(64) uint8_t codes[kMostDim];
     for (int64_t i = 0; i < dim / 2; ++i) {

@@ -1,5 +1,5 @@
-// Keys and values in eight bits, as deltic/ops/kv.py describes them, and their products with queries and weights, which
-// are rounded to eight bits, too. Sums of products are exact integers: they depend neither on the level nor on an order.
+// int8 keys and values (format: deltic/ops/kv.py) and their products with queries and attention weights, which are
+// rounded to eight bits too. Sums of products are exact integers: they depend on neither the SIMD level nor the order.
 #pragma once
 #include <bit>
 #include <cmath>
@@ -12,14 +12,14 @@ namespace {
 struct Int8 {
     int8_t code;
 };
-constexpr int64_t kInt8Dim = 1024;  // of a head, at most
+constexpr int64_t kInt8Dim = 1024;  // maximum head_dim
 constexpr float kLargestCode = 127;
-constexpr float kSmallestInt8 = 0x1p-100f;  // a vector of smaller numbers is stored as zeros
+constexpr float kSmallestInt8 = 0x1p-100f;  // a vector whose numbers are all smaller is stored as zeros
 
-// The codes of all heads, then their scales.
+// Bytes of a token's keys or values: the codes of all heads, then their float32 scales.
 constexpr int64_t int8_bytes(int64_t heads, int64_t dim) { return heads * (dim + 4); }
 
-// The largest magnitude among x [count], NaN if one is.
+// Returns the largest magnitude in x [count]; NaN if x contains NaN.
 inline float largest(const float *x, int64_t count) {
     Ints high = {};
     int64_t whole = count / kLanes * kLanes;
@@ -28,7 +28,7 @@ inline float largest(const float *x, int64_t count) {
     return std::bit_cast<float>(max_lanes(high));
 }
 
-// The unit in which `top` is 127, and its inverse.
+// The scale that maps `top` to the code 127, and its inverse.
 struct Unit {
     float size, inverse;
 
@@ -37,10 +37,10 @@ struct Unit {
     }
 };
 
-// To the nearest integer, to even; |x| < 2^22.
+// Rounds to the nearest integer, ties to even; |x| < 2^22.
 DELTIC_INLINE Ints to_nearest(Floats x) { return (Ints)(x + 0x1.8p23f) - 0x4b400000; }
 
-// x [dim] -> codes [dim] and the scale.
+// Quantizes x [dim] to codes [dim] and a float32 scale.
 inline void write_int8(const float *x, int64_t dim, int8_t *codes, int8_t *scale) {
     Unit unit(largest(x, dim));
     std::memcpy(scale, &unit.size, 4);
@@ -52,10 +52,10 @@ inline void write_int8(const float *x, int64_t dim, int8_t *codes, int8_t *scale
     std::memcpy(codes + whole, rest, size_t(dim - whole));
 }
 
-// ---- Products. A quad is four codes in a lane: of a position's neighbouring dimensions, or of a dimension at
-// neighbouring positions. It is multiplied with the four factors, of -127 .. 127, that all lanes share.
+// ---- Products. A quad is four codes in a 32-bit lane: four neighbouring dimensions of one position, or one dimension
+// at four neighbouring positions. It is multiplied by four factors in -127 .. 127, which all lanes share.
 
-// Quads hold codes plus kBias: VNNI multiplies bytes without a sign by bytes with one.
+// Quads contain codes plus kBias: VNNI multiplies unsigned bytes by signed bytes.
 #if defined(__AVX512VNNI__)
 constexpr int kBias = 128;
 template <typename V> DELTIC_INLINE V biased(V codes) { return (V)((Words)codes ^ 0x80808080u); }
@@ -64,7 +64,7 @@ constexpr int kBias = 0;
 template <typename V> DELTIC_INLINE V biased(V codes) { return codes; }
 #endif
 
-// Returns what the bias adds to a sum of products. sums: of the factors, lane by lane.
+// Returns the amount that kBias adds to a sum of products. sums: the sums of factors per lane.
 inline int32_t bias_of(Ints sums) {
     if (!kBias) return 0;
     int32_t lane[kLanes], all = 0;
@@ -121,7 +121,7 @@ struct Quads {
     }
 };
 #else
-// As pairs of 16 bits: the even bytes of a lane, and its odd ones.
+// Codes widened to 16 bits: the even and the odd bytes of each lane.
 typedef int16_t NativeShorts __attribute__((vector_size(kNative * 4)));
 struct Quads {
     NativeShorts even, odd;
@@ -146,11 +146,12 @@ struct Quads {
 };
 #endif
 
-// Prefetches a head at two pages, a line of each at a time, row by row: a burst of prefetches stalls the loads behind it.
+// Prefetches a head of two pages into L2, row by row. A call prefetches one cache line of each page: a burst of
+// prefetches would stall the loads after it.
 struct Fetch {
-    const int8_t *first, *second;  // the next lines
-    int64_t lines, skip;           // of a row; from its last line to the next row
-    int64_t left;                  // of this row
+    const int8_t *first, *second;  // the next cache line of each page
+    int64_t lines, skip;           // lines per row; bytes from their end to the next row
+    int64_t left;                  // lines left in this row
 
     Fetch(const void *one, const void *other, int64_t dim, int64_t step)
         : first(static_cast<const int8_t *>(one)), second(static_cast<const int8_t *>(other)),
@@ -167,7 +168,8 @@ struct Fetch {
     }
 };
 
-// done(r, w, sum) for the sums over so many quads, which are `step` bytes apart. factors: [quads, R].
+// Calls done(r, w, sum) with the sums over `quads` quads, for R rows of factors [quads, R] and W registers of columns.
+// step: bytes between two quads of a column.
 template <int R, int W, typename Done>
 DELTIC_INLINE void multiply(const int8_t *from, int64_t step, const int32_t *factors, int64_t quads, Fetch &fetch,
                             Done &&done) {
@@ -187,11 +189,11 @@ DELTIC_INLINE void multiply(const int8_t *from, int64_t step, const int32_t *fac
         for (int w = 0; w < W; ++w) done(r, w, sum[r][w]);
 }
 
-// Values of four positions, `stride` bytes apart, in 16 or 64 dimensions -> quads of neighbouring dimensions.
+// Interleaves the values of four positions, `stride` bytes apart, for kWoven dimensions: one quad per dimension.
 #if defined(__AVX512BW__)
 constexpr int64_t kWoven = 64;
 DELTIC_INLINE void weave(const int8_t *from, int64_t stride, int8_t *to) {
-    // unpacking works within 128 bits: this order makes the quads contiguous
+    // unpack instructions work within 128-bit lanes: this permutation makes the quads contiguous
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     __m512i row[4];
     for (int i = 0; i < 4; ++i)
@@ -224,7 +226,7 @@ DELTIC_INLINE void weave(const int8_t *from, int64_t stride, int8_t *to) {
     store(to + 48, DELTIC_SHUFFLE(high01, high23, 4, 12, 5, 13, 6, 14, 7, 15));
 }
 #endif
-// The same of fewer dimensions.
+// The same for fewer dimensions.
 inline void weave_part(const int8_t *from, int64_t stride, int64_t dim, int8_t *to) {
     for (int64_t d = 0; d < dim; ++d)
         for (int i = 0; i < 4; ++i) to[4 * d + i] = int8_t(from[i * stride + d] + kBias);

@@ -1,4 +1,4 @@
-// A draft head: one more attention layer, which drafts what follows the token that comes next.
+// The MTP draft head: one more attention layer, which drafts the token that follows the next one.
 #include <cstring>
 #include <vector>
 
@@ -10,12 +10,12 @@
 namespace deltic {
 namespace {
 
-// Scratch slots of a head; what it calls has the others.
+// Scratch slots of the draft head. Its callees use other slots.
 enum { kEmbedded = 32, kBefore, kPart, kJoined, kInput, kHidden, kLogits };
 
 void copy_row(float *to, const float *from, int64_t width) { std::memcpy(to, from, size_t(width) * sizeof(float)); }
 
-// The layer's input for each token, [tokens, hidden], from the hidden states before the tokens.
+// Returns the layer's input [tokens, hidden]. before: the hidden states before the tokens.
 float *enter(deltic_pool *pool, const deltic_mtp &head, int64_t tokens, const int64_t *ids,
              const float *before) {
     const deltic_model &model = head.model;
@@ -27,7 +27,7 @@ float *enter(deltic_pool *pool, const deltic_mtp &head, int64_t tokens, const in
     deltic_unpack_rows(&model.embedding, ids, tokens, embedded);
     const float *from[] = {embedded, before}, *norms[] = {head.norm_embedding, head.norm_hidden};
     for (int half = 0; half < 2; ++half) {
-        // the sum with nothing is not wanted: it goes where the input will be
+        // `input` is a buffer for the sum, which is not needed
         kernels(pool).add_norm(pool, from[half], nullptr, norms[half], input, part, tokens, hidden, model.eps);
         for (int64_t token = 0; token < tokens; ++token)
             copy_row(joined + (2 * token + half) * hidden, part + token * hidden, hidden);
@@ -36,11 +36,11 @@ float *enter(deltic_pool *pool, const deltic_mtp &head, int64_t tokens, const in
     return input;
 }
 
-// Single-token rows, each one token further than in the step before.
+// The batch of a draft step: single-token rows, one position after the previous step.
 struct Drafts {
     std::vector<int64_t> ids, positions, starts, done, pages, store, index;
 
-    // Of the rows of `batch` that want more than `depth` tokens.
+    // Selects the rows of `batch` that draft more than `depth` tokens.
     Drafts(const deltic_batch &batch, const int64_t *counts, int64_t depth, const int64_t *tokens, int64_t stride) {
         for (int64_t row = 0; row < batch.rows; ++row)
             if (counts[row] > depth) index.push_back(row);
@@ -70,12 +70,12 @@ struct Drafts {
     }
 };
 
-// The draws of one depth.
+// Sampling parameters and sampled tokens of a draft step.
 struct Drawn {
     static constexpr int64_t kCandidates = 64;
     std::vector<int64_t> tokens, top_k, keys;
     std::vector<float> temperatures, top_p, min_p;
-    const int64_t *names;  // of the rows of logits; null: their numbers
+    const int64_t *names;  // token ids of the logits; null: their indices
     bool filtered, greedy = true;
 
     Drawn(const std::vector<int64_t> &rows, const deltic_drawing &from, int64_t depth, int64_t most,

@@ -1,4 +1,4 @@
-// A whole step: embedding, layers, head.
+// The forward pass of a step: embedding, layers, LM head.
 #include <cmath>
 #include <cstring>
 
@@ -11,11 +11,11 @@
 namespace deltic {
 namespace {
 
-// Scratch slots of a step; the kernels that it calls have the others.
+// Scratch slots of a step. Its kernels use other slots.
 constexpr int kNumbers = 23;
 enum { kResidual = 24, kNormed, kDelta, kProj, kMixed, kCosines, kSines, kLast };
 
-// Rotary tables [tokens, rotary_dim], halves repeated.
+// RoPE tables [tokens, rotary_dim]; the second half of a row repeats the first half.
 void rotary(deltic_pool *pool, const deltic_model &model, const deltic_batch &batch, float *cosines, float *sines) {
     int64_t half = model.rotary_dim / 2, tokens = batch.tokens;
     parallel(pool, (tokens + 15) / 16, [&](int64_t piece, int) {
@@ -29,13 +29,13 @@ void rotary(deltic_pool *pool, const deltic_model &model, const deltic_batch &ba
     });
 }
 
-// The rows that `index` names, one after another; `to` may be `rows`, as the index ascends.
+// Copies the rows `index` to consecutive rows of `to`, which may be `rows`, because the index ascends.
 void gather(const float *rows, float *to, int64_t width, const int64_t *index, int64_t count) {
     for (int64_t i = 0; i < count; ++i)
         std::memmove(to + i * width, rows + index[i] * width, size_t(width) * sizeof(float));
 }
 
-// Adds a row to each of `rows` [tokens, width].
+// Adds bias [width] to each row of `rows` [tokens, width].
 void add_bias(deltic_pool *pool, float *rows, const float *bias, int64_t tokens, int64_t width) {
     parallel(pool, (tokens + 15) / 16, [&](int64_t piece, int) {
         for (int64_t token = piece * 16; token < tokens && token < piece * 16 + 16; ++token)
@@ -43,7 +43,7 @@ void add_bias(deltic_pool *pool, float *rows, const float *bias, int64_t tokens,
     });
 }
 
-// The adapters of the tokens whose logits are wanted, [logits]; null if no token has one.
+// Returns the adapter numbers [logits] of the logit tokens; null if the batch has no adapters.
 const int64_t *wanted_adapters(deltic_pool *pool, const deltic_batch &batch) {
     if (!batch.adapters) return nullptr;
     auto *numbers = scratch_of<int64_t>(pool, kNumbers, batch.logits);
@@ -57,7 +57,7 @@ struct Step {
     const deltic_batch &batch;
     float *residual, *normed, *delta, *cosines, *sines;
 
-    // The mixer of a layer without its output projection: [tokens, columns of that projection].
+    // Runs the mixer of a layer without its output projection. Returns [tokens, columns of that projection].
     float *mix(const deltic_layer &layer, const Adapters *adapters) const {
         const deltic_weight &in = layer.gdn ? layer.gdn->in_proj : layer.attention->qkv;
         const deltic_weight &out = layer.gdn ? layer.gdn->out_proj : layer.attention->o_proj;
@@ -74,7 +74,7 @@ struct Step {
         return mixed;
     }
 
-    // One layer. `select`: go on with the tokens alone whose logits are wanted. Returns how many go on.
+    // Runs one layer. select: drops all but the logit tokens after the mixer. Returns the number of tokens left.
     int64_t run(const deltic_layer &layer, bool first, bool select) const {
         const deltic_weight &out = layer.gdn ? layer.gdn->out_proj : layer.attention->o_proj;
         int64_t tokens = batch.tokens, hidden = model.hidden;
