@@ -16,7 +16,7 @@ from deltic.ops.torch import OPS as TORCH_OPS
 
 
 def overlay() -> Ops:
-    """Returns the torch ops with whole steps, draws, vision towers and draft heads by our own kernels where they can be
-    used."""
+    """Returns the torch ops with deltic's kernels for whole steps, draws, vision towers and draft heads, wherever these
+    can be used."""
     return replace(TORCH_OPS, step=step, sample=sample, flush_delta_log=flush_delta_log, mtp_step=mtp_step,
                    vision=VisionOp())

@@ -1,4 +1,4 @@
-"""Adapters (LoRA) in decode steps of few tokens: the table of their terms, and the kernels that compute these."""
+"""Adapters (LoRA) in decode steps of few tokens: the table of their terms, and the kernels that compute the terms."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from deltic.ops.cuda.staging import on_device
 log = logging.getLogger("deltic")
 
 SERVED: Final = ("mix_in", "mix_out", "gate_up", "down")
-"""The products of a layer that may have terms, in the order of the table. The logits come after all layers."""
+"""The products of a layer that may have terms, in the table's order. The product of the logits follows all layers."""
 HEAD: Final = "head"
 ENTRIES: Final = 64
-"""Adapters in the table."""
+"""Number of adapters in the table."""
 MAX_TERMS: Final = 4
-"""Terms of a product, as in kernels/lora.cuh."""
+"""Largest number of terms per product, as in kernels/lora.cuh."""
 _TERM_WORDS: Final = 4
-"""int64 words of a term."""
+"""int64 words per term."""
 _RANK_UNIT: Final = 8
-"""Ranks are filled up to a multiple of it with zeros."""
+"""Ranks are padded with zeros to a multiple of this number."""
 _MAX_RANK: Final = 512
 _ROOM: Final = MAX_TERMS * _MAX_RANK
-"""Sums of a token."""
+"""Largest number of a token's sums between `shrink` and `expand`."""
 SHRINK_THREADS, EXPAND_THREADS = 256, 512
 
 
 def source(shapes: Shapes) -> str:
-    """Returns the CUDA source of the kernels, and of the products that add the terms."""
+    """Returns the CUDA source of the kernels for adapters, and of the products that add the terms."""
     products = [product for product in shapes.products if not product.head and (product.norm or product.out == ADD)]
     own = replace(shapes, products=tuple([replace(product, terms=True) for product in products]))
     files = ["input", "product", "sliced", "small", *["packed"] * bool(shapes.kinds), "lora"]
@@ -51,17 +51,17 @@ def source(shapes: Shapes) -> str:
 
 
 def term_words(a: int, b: int, first: int, rows: int, rank: int, offset: int) -> tuple[int, ...]:
-    """Returns a `Term` of kernels/lora.cuh as int64 words. a, b: addresses."""
+    """Returns a `Term` of kernels/lora.cuh as int64 words. a, b: addresses of the factors."""
     return a, b, first | rows << 32, rank | offset << 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TableEntry:
-    """An adapter in the form of a table.
+    """An adapter in the format of the table.
 
-    words [products, MAX_TERMS, words of a term] int64 on the host; None: the kernels do not serve the adapter.
+    words [products, MAX_TERMS, words per term] int64 on the host; None: the kernels do not serve the adapter.
     factors: the tensors that the words point to.
-    key: stands for the adapter in the table, which keeps no adapter alive.
+    key: identifies the adapter in the table. The table does not keep the adapter alive.
     """
 
     words: Tensor | None = None
@@ -70,29 +70,29 @@ class _TableEntry:
 
 
 class AdapterTable:
-    """The terms of the adapters of the latest steps, at an address that CUDA graphs read."""
+    """The terms of recently used adapters, at a fixed address that CUDA graphs read."""
 
     def __init__(self, layers: int, device: torch.device) -> None:
         self._layers, self._device = layers, device
         shape = (ENTRIES, layers * len(SERVED) + 1, MAX_TERMS, _TERM_WORDS)
-        with torch.inference_mode(False):  # steps with and without this mode write to it
+        with torch.inference_mode(False):  # written by steps inside and outside of inference mode
             self.terms = torch.zeros(shape, dtype=torch.int64, device=device)
         self._keys = [object() for _ in range(ENTRIES)]
         self._used, self._turn = [0] * ENTRIES, 0
 
     @property
     def stride(self) -> int:
-        """Terms from entry to entry."""
+        """Number of terms per entry."""
         return self.terms.shape[1] * MAX_TERMS
 
     def product(self, layer: int, name: str) -> Tensor:
-        """The terms of a product, from those of the first entry on."""
+        """Returns the first entry's terms of a product; those of the other entries follow at multiples of `stride`."""
         place = self._layers * len(SERVED) if name == HEAD else layer * len(SERVED) + SERVED.index(name)
         return self.terms[0, place]
 
     def entries_of(self, adapters: Sequence[Adapter]) -> list[int | None]:
-        """Returns the entries of a step's adapters. The least recently used ones are overwritten by new ones, in the
-        order of the device's stream. None for an adapter that the kernels do not serve, or for which there is no place.
+        """Returns the table entries of a step's adapters. New adapters overwrite the least recently used ones, in the
+        order of the device's stream. None for an adapter that the kernels do not serve, or that finds no free entry.
         """
         own = [self._entry_of(adapter) for adapter in adapters]
         self._turn += 1
@@ -137,7 +137,7 @@ class AdapterTable:
 
 
 def _factors(term: LowRank) -> tuple[Tensor, Tensor]:
-    """Returns a [rank, columns] and b [rows, rank], with a rank that the kernels serve."""
+    """Returns a [rank, columns] and b [rows, rank], padded to a rank that the kernels serve."""
     missing = -len(term.a) % _RANK_UNIT
     if not missing:
         return term.a, term.b.contiguous()
@@ -161,9 +161,9 @@ def _has_others(layer: AdapterLayer) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ProductTerms:
-    """What adapters add to a product.
+    """The terms that adapters add to a product.
 
-    module: has the kernels of products that add it.
+    module: contains the kernels of the products that add terms.
     terms [T, rows] float32: undefined for tokens with a negative entry.
     entries [T] int64: as in `Batch.adapter_entries`.
     """
@@ -173,24 +173,24 @@ class ProductTerms:
     entries: Tensor
 
     def arguments(self, part: slice) -> dict[str, Any]:
-        """The arguments of a product of these tokens."""
+        """Returns the kernel arguments of a product with these tokens."""
         return {"terms": self.terms[part], "entries": self.entries[part]}
 
 
 class AdapterKernels:
-    """The kernels of one model. blocks: of a kernel."""
+    """The kernels for the adapters of one model. blocks: number of blocks of a kernel."""
 
     def __init__(self, shapes: Shapes, layers: int, blocks: int, device: torch.device) -> None:
         self._module, self._blocks = load_module(source(shapes), device), blocks
         self.table = AdapterTable(layers, device)
 
     def begin(self, entries: Tensor, eps: float) -> StepAdapters:
-        """entries [T] int64: the tokens' entries in the table, or -1. eps: of the model's norms."""
+        """Begins a step. entries [T] int64: the tokens' table entries, or -1. eps: epsilon of the model's norms."""
         return StepAdapters(self._module, self.table, self._blocks, entries, eps)
 
 
 class StepAdapters:
-    """Computes what adapters add to the products of one step of few tokens."""
+    """Computes the terms that adapters add to the products of one step of few tokens."""
 
     def __init__(self, module: Module, table: AdapterTable, blocks: int, entries: Tensor, eps: float) -> None:
         self._module, self._table, self._blocks = module, table, blocks
@@ -198,8 +198,8 @@ class StepAdapters:
         self._sums = torch.empty(len(entries), _ROOM, device=entries.device)
 
     def of(self, layer: int, name: str, x: Tensor, rows: int, columns: int, norm: Tensor | None = None) -> ProductTerms:
-        """Launches the kernels for a product with `rows` rows. x: the inputs of all tokens, one after the other, with
-        so many columns each; float32 if `norm`, the scale of a norm, is applied first, else bfloat16."""
+        """Launches the kernels for a product with `rows` rows. x: the inputs of all tokens, one after another, with
+        `columns` columns each; float32 if a norm with scale `norm` is applied first, else bfloat16."""
         table, tokens, entries = self._table.product(layer, name), len(self._entries), self._entries
         terms = torch.empty(tokens, rows, device=entries.device)
         self._module.launch(f"k_shrink_{'plain' if norm is None else 'norm'}", (self._blocks,), SHRINK_THREADS,
@@ -214,5 +214,5 @@ class StepAdapters:
 
 def terms_of(adapters: StepAdapters | None, layer: int, name: str, x: Tensor, rows: int, columns: int,
              norm: Tensor | None = None) -> ProductTerms | None:
-    """As `StepAdapters.of`; None without adapters."""
+    """Returns the terms as `StepAdapters.of`; None without adapters."""
     return adapters.of(layer, name, x, rows, columns, norm) if adapters else None

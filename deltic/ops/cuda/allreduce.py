@@ -1,4 +1,4 @@
-"""Sums over the devices of one process, in graphs of decode steps: peers store into each other's memory."""
+"""Sums over the devices of one process, also in recorded graphs. Peers store into each other's memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _THREADS, _NORM_THREADS = 512, 256
 _DEVICES: Final = 8
 _CELL_BYTES, _CELL_FLOATS, _CELL_HALVES = 16, 2, 8
 _ABSENT: Final = 0xff
-"""Each byte of a bfloat16 cell that nothing has come to."""
+"""Value of each byte of a bfloat16 cell before a part arrives."""
 WAIT_SECONDS: Final = 5.0
-"""How long a device waits for the others in a step."""
+"""Seconds that a device waits for the others in a step."""
 
 
 def source(devices: int, hidden: int) -> str:
-    """Returns the CUDA source for so many devices: 2, 4 or 8."""
+    """Returns the CUDA source for `devices` devices: 2, 4 or 8."""
     return headers("allreduce") + (
         entry("all_reduce", "AllReduce", str(_THREADS), f"all_reduce<{devices}>")
         + entry("all_reduce_norm", "AllReduceNorm", str(_NORM_THREADS), f"all_reduce_norm<{devices}, {hidden}>"))
@@ -32,7 +32,7 @@ def source(devices: int, hidden: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RowNorm:
-    """The norm of a residual, with `scale` [H] float32. y [T, H] bf16 and `wide` [T, H] float32 receive it."""
+    """The norm of a residual, with `scale` [H] float32. y [T, H] bf16 and `wide` [T, H] float32 receive the result."""
 
     y: Tensor
     scale: Tensor
@@ -43,14 +43,14 @@ class RowNorm:
 class AllReduce:
     """Adds the sum of all devices' parts to each device's residual [T, H] float32.
 
-    A captured launch may be replayed: the devices count the sums themselves. Every device must launch the same sums in
-    the same order. Launch those of all devices before you wait for one: a device waits for the others.
+    A captured launch may be replayed, because the devices count the sums themselves. All devices must launch the same
+    sums in the same order. Launch a sum on all devices before you wait for one of them: each waits for the others.
     """
 
     def __init__(self, devices: Sequence[torch.device], hidden: int, few: int, many: int,
                  seconds: float = WAIT_SECONDS, through_host: bool | None = None) -> None:
-        """few, many: tokens of `add` and `add_norm`, at most. seconds: that a device waits for the others.
-        through_host: numbers pass through pinned host memory; None: if some device cannot reach another one."""
+        """few, many: largest number of tokens of `add` and of `add_norm`. seconds: timeout of a device that waits for
+        the others. through_host: parts pass through pinned host memory; None: only if a device cannot reach a peer."""
         count = len(devices)
         if count not in (2, 4, 8):
             raise ValueError(f"{count} devices: sums are made over 2, 4 or 8")
@@ -66,22 +66,22 @@ class AllReduce:
             torch.cuda.synchronize(device)
 
     def add(self, rank: int, part: Tensor, residual: Tensor) -> None:
-        """Launches the sum of few tokens on device number `rank`, which is torch's current one. part [T, H] float32.
-        Parts are added in the order of `ops.slices`."""
+        """Launches the sum of few tokens on device number `rank`, which must be torch's current device. part [T, H]
+        float32. Parts are added in the order of `ops.slices`."""
         cells = part.numel() // _CELL_FLOATS
         self._modules[rank].launch("k_all_reduce", (-(-cells // _THREADS),), _THREADS, AllReduceArgs(
             **self._arguments(rank, part, residual, self._few, cells), cells=cells))
 
     def add_norm(self, rank: int, part: Tensor, residual: Tensor, norm: RowNorm) -> None:
-        """As `add`, of many tokens, and writes the norm of the residual. part [T, H] bf16. The sum of more than two
-        devices is rounded to bfloat16."""
+        """Launches the sum of many tokens like `add`, and writes the norm of the residual. part [T, H] bf16. The sum
+        over more than two devices is rounded to bfloat16."""
         rows, cells = len(part), self._own(len(part)) * self._hidden // _CELL_HALVES
         self._modules[rank].launch("k_all_reduce_norm", (rows,), _NORM_THREADS, AllReduceNormArgs(
             **self._arguments(rank, part, residual, self._many, cells), cells=rows, normed=norm.y, scale=norm.scale,
             eps=norm.eps, wide=norm.wide))
 
     def _own(self, rows: int) -> int:
-        """Returns how many of the rows a device adds: of two devices, each adds all."""
+        """Returns the number of rows that one device sums up: all rows with two devices, else its share of them."""
         return rows if len(self.devices) == 2 else -(-rows // len(self.devices))
 
     def _arguments(self, rank: int, part: Tensor, residual: Tensor, boxes: _Boxes, cells: int) -> dict[str, Any]:
@@ -92,8 +92,8 @@ class AllReduce:
                 "fences": self.through_host}
 
     def check(self) -> None:
-        """Raises UnavailableError if a device did not come in time. Residuals have been NaN since then. Waits for all
-        devices in this case, and lets them begin with the first sum; later sums are right."""
+        """Raises UnavailableError if a device timed out. Residuals have been NaN since then. Before it raises, it waits
+        for all devices and resets the boxes and counters, so that later sums are correct."""
         late = [(rank, report - 1) for rank, report in enumerate(self._reports[:, 0].tolist()) if report]
         if not late:
             return
@@ -110,10 +110,10 @@ class AllReduce:
 
 
 class _Boxes:
-    """Memory of each device, or of the host, into which the others store: [2, parts, room] cells."""
+    """Receive buffer of each device, in its own or the host's memory: [2, parts, room] cells that the peers write."""
 
     def __init__(self, devices: Sequence[torch.device], on_host: bool, parts: int, room: int, empty: int) -> None:
-        """empty: the byte that is everywhere before the first sum."""
+        """empty: value of each byte before the first sum."""
         self.room, self._empty, size = room, empty, 2 * parts * room * _CELL_BYTES
         self._memory: list[Tensor | DeviceMemory] = [
             torch.empty(size, dtype=torch.uint8, pin_memory=True) if on_host else DeviceMemory(device, size)

@@ -1,4 +1,4 @@
-"""The kernels' parameters as structs; members as in kernels/*.cuh, by kind: pointers, floats, integers."""
+"""The kernels' parameters as structs. The members are those in kernels/*.cuh, by kind: pointers, floats, integers."""
 
 from __future__ import annotations
 

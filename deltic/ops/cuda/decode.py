@@ -1,4 +1,4 @@
-"""Decode steps by our own kernels: few tokens with products of our own (gemv rows), many with cuBLAS (gemm rows)."""
+"""Decode steps with deltic's kernels. Products are own kernels (gemv rows, up to 16 tokens) or cuBLAS (gemm rows)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ from deltic.ops.types import (
 
 log = logging.getLogger("deltic")
 _CONTEXT_PARTS = 32
-"""Parts of a context in attention: a power of two, at most 64; fewer if many rows fill the card."""
+"""Parts into which attention splits a context: a power of two, at most 64; fewer if many rows fill the card."""
 _MAX_ROWS = 1024
 
 
@@ -99,7 +99,7 @@ def sharded_step(ops: Ops, shards: Sequence[DecoderWeights], views: Sequence[Cac
 
 
 def why_not(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> str | None:
-    """Returns why torch serves a model's steps; None if our kernels do."""
+    """Returns the reason why torch serves a model's steps; None if deltic's kernels serve them."""
     shapes = shapes_of(decoder, views)
     if not _all_ops_replaceable(ops):
         return "some of its operations are of another backend"
@@ -113,18 +113,18 @@ def why_not(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> str | None:
 
 
 def left_to_torch(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict[str, str]:
-    """Returns the ops of this backend that torch serves for a model on a GPU, and why."""
+    """Returns the ops of this backend that torch serves for a model on a GPU, each with the reason."""
     reasons = {"step": why_not(ops, decoder, views), "sample": why_not_draw(decoder.norm.device)}
     return {name: f"torch ({why})" for name, why in reasons.items() if why}
 
 
 def serves_delta_logs(device: torch.device, dtype: str) -> bool:
-    """True if the kernels can verify drafts and defer state writes for models of this dtype, before one is loaded."""
+    """True if the kernels can verify drafts and defer state writes for models of this dtype. Needs no loaded model."""
     return dtype == "bfloat16" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _all_ops_replaceable(ops: Ops) -> bool:
-    """True if each op that a step replaces is the one that this backend would serve."""
+    """True if none of the ops that a step replaces belongs to another backend."""
     return all(getattr(ops, name) is getattr(TORCH, name) for name in (
         "embed", "rope", "add_norm", "gdn_mixer", "attention_mixer", "mlp", "moe", "head"))
 
@@ -133,14 +133,14 @@ def _all_ops_replaceable(ops: Ops) -> bool:
 class _DecodeBuffers:
     """The tensors of one step.
 
-    kind: `few` (projections are float32) or `many` (bfloat16), as in the kernels' names.
-    parts: parts of each context in attention.
-    residual [T, H], turns [T, rotary] float32.
-    y [T, values or queries] bf16: outputs of mixers.
-    core [T, ...] float32: outputs of split heads, not normed; each row ends with the sums of squares of its slices.
-    mixed, mass: parts of the attention.
-    over_log: rows have tokens in their delta logs.
-    new_deltas: the entries that rows append; None if each row has one token and appends it itself.
+    kind: `few` (float32 projections) or `many` (bfloat16 projections), as in the kernels' names.
+    parts: number of parts into which attention splits each context.
+    residual [T, H] float32. turns [T, rotary] float32: rotary angles.
+    y [T, values or queries] bf16: outputs of the mixers.
+    core [T, ...] float32: outputs of split heads before their norm; each row ends with its slices' sums of squares.
+    mixed, mass: outputs, highest scores and softmax denominators of attention's parts (kernels/attention.cuh).
+    over_log: True if rows have tokens in their delta logs.
+    new_deltas: the entries that `end` appends to the logs; None unless over_log, or if `mix_decode_rows` appends them.
     """
 
     batch: Batch
@@ -157,10 +157,10 @@ class _DecodeBuffers:
 
 
 class DecodeStep:
-    """Computes the logits of a batch; None for a batch that is neither a bucket of decode rows nor a prefill."""
+    """Computes the logits of a batch. Returns None if the batch is neither a bucket of decode rows nor a prefill."""
 
     def __init__(self, decoder: DecoderWeights, views: CacheViews, shapes: Shapes, reads: bool = True) -> None:
-        """reads: serve prefill steps too."""
+        """reads: also serve prefill steps."""
         self.decoder, self.views, self._shapes = decoder, views, shapes
         self._device, self.hidden = decoder.norm.device, decoder.embedding.shape[1]
         self._module = load_module(shapes.source(), self._device)
@@ -188,7 +188,7 @@ class DecodeStep:
         return None if launches is None else alone(launches)
 
     def launches(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]] | None:
-        """Returns the launches of a step of this device; None for a batch that is not served."""
+        """Returns the launches of a step on this device; None if the kernels do not serve the batch."""
         if batch.adapter_entries is not None and (batch.count is None or self._adapters is None):
             return None
         if batch.count is None:
@@ -199,29 +199,29 @@ class DecodeStep:
         return self._gemv_rows(batch) if tokens <= MAX_GEMV_TOKENS else self._gemm_rows(batch)
 
     def why_no_adapters(self) -> str | None:
-        """Compiles the kernels for adapters. Returns why they are not used; None if they are."""
+        """Compiles the kernels for adapters. Returns the reason if this fails; None if it succeeds."""
         return why_not_compiled(adapters_source(self._shapes), self._device)
 
     def adapter_entries(self, adapters: Sequence[Adapter]) -> list[int | None]:
-        """As `AdapterTable.entries_of`; None for all if the kernels are not used."""
+        """Returns `AdapterTable.entries_of`, or None for every adapter if the kernels are not used."""
         if self._adapters is None and self.why_no_adapters() is None:
             self._adapters = AdapterKernels(self._shapes, len(self.decoder.layers), self.blocks, self._device)
         return self._adapters.table.entries_of(adapters) if self._adapters else [None] * len(adapters)
 
     def prepare_prompts(self, most: int) -> None:
-        """As `PreparesPrompts`."""
+        """Implements `PreparesPrompts`."""
         if self.prefill:
             self.prefill.prepare_prompts(most)
 
     def buffers(self, batch: Batch, kind: str, residual: Tensor | None = None) -> _DecodeBuffers:
-        """Allocates a step's tensors. residual [T, H] float32: the input of the first layer, if it exists already."""
+        """Allocates a step's tensors. residual [T, H] float32: the input of the first layer; None: a new tensor."""
         layout, attention, gdn = batch.layout, self._shapes.attention, self._shapes.gdn
         tokens = layout.tokens
         heads, size = (attention.heads, attention.head_dim) if attention else (1, 1)
         parts = _CONTEXT_PARTS
         if kind == "many":
             fill = 512 // (tokens * (attention.kv_heads if attention else 1))
-            # a row's earlier tokens may lie in a page of another part
+            # a row's earlier tokens may lie in a page that belongs to another part
             several = layout.appends and tokens > layout.rows
             parts = max(1 + several, min(8, 1 << max(fill, 1).bit_length() - 1))
         over_log = self.delta_log is not None and batch.base is not batch.done
@@ -274,7 +274,7 @@ class DecodeStep:
         return logits, hidden
 
     def layers(self, buffers: _DecodeBuffers) -> Shared[Tensor]:
-        """Runs all layers on the residual of few tokens; returns the logits."""
+        """Runs all layers on the residual of few tokens and returns the logits."""
         decoder, tokens, residual = self.decoder, buffers.batch.layout.tokens, buffers.residual
         stream, real = self.stream(few=True), _real(buffers.batch)
         logits = residual.new_empty(tokens, rows_of(decoder.head))
@@ -302,7 +302,7 @@ class DecodeStep:
         return logits
 
     def _step_adapters(self, batch: Batch) -> StepAdapters | None:
-        """Returns the adapters of a step of few tokens; None if it has none."""
+        """Returns the adapters of a step of few tokens; None if the step has no adapters."""
         if batch.adapter_entries is None or self._adapters is None:
             return None
         return self._adapters.begin(batch.adapter_entries, self.decoder.eps)
@@ -314,11 +314,11 @@ class DecodeStep:
         self.multiply(weight, residual, norm, y, out, terms=terms)
 
     def stream(self, few: bool) -> LayerStream | None:
-        """Begins the copies of a step with feed-forwards in host memory. few: the host computes its own."""
+        """Starts a step's copies of feed-forwards from host memory. few: the host computes its layers itself."""
         return self._offloaded.stream(few) if self._offloaded else None
 
     def _add_host(self, store: LayerStore, layer: DecoderLayer, residual: Tensor, real: RealTokens) -> None:
-        """Adds a feed-forward that the host computes to the residual of few tokens."""
+        """Requests a feed-forward of few tokens from the host, and adds its result to the residual."""
         host, tokens, pool = store.host, len(residual), layer.dense.pool
         assert host and pool
         self._module.launch("k_ask_host", (tokens,), WARPS * 32 + 32, args.AskHostArgs(
@@ -328,7 +328,7 @@ class DecodeStep:
             y=residual, hidden=self.hidden, **host.answer))
 
     def _add_experts(self, weights: MoeWeights, norm: Tensor, residual: Tensor, real: RealTokens) -> Shared[None]:
-        """Adds the mixture of few tokens to the residual. norm [H]: scale of the norm before it."""
+        """Adds the experts' output of few tokens to the residual. norm [H]: scale of the norm before the experts."""
         assert self._experts
         logits = residual.new_empty(len(residual), rows_of(weights.router))
         self.multiply(weights.router, residual, norm, logits, STORE)
@@ -342,7 +342,7 @@ class DecodeStep:
 
     def _project_out(self, layer: DecoderLayer, buffers: _DecodeBuffers, adapters: StepAdapters | None, index: int
                      ) -> Shared[None]:
-        """Adds the output projection of the mixer to the residual. index: of the layer."""
+        """Adds the output projection of the mixer to the residual. index: the layer's number."""
         mixer, weight, residual, shards = layer.mixer, _out_proj(layer), buffers.residual, layer.mixer.shards
         terms = terms_of(adapters, index, "mix_out", buffers.y, rows_of(weight), columns_of(weight))
         if not isinstance(mixer, GdnWeights):
@@ -363,8 +363,8 @@ class DecodeStep:
 
     def _add(self, weight: object, x: Tensor, residual: Tensor, shards: int, spec: GdnSpec | None = None,
              terms: ProductTerms | None = None) -> Shared[None]:
-        """Adds the product of few tokens x [T, columns] with a weight whose columns `shards` devices have parts of to
-        the residual. spec: as in `split_of`."""
+        """Multiplies few tokens x [T, columns] with a weight and adds the product to the residual. The weight's columns
+        are split over `shards` devices. spec: as in `split_of`."""
         part = part_of(residual, shards)
         self.multiply(weight, x, None, part, summed(shards), split_of(shards, spec), terms)
         yield from add_part(part, residual)
@@ -372,7 +372,7 @@ class DecodeStep:
     # Mixers
 
     def mix(self, layer: DecoderLayer, buffers: _DecodeBuffers, proj: Tensor, stride: int) -> None:
-        """Runs the mixer of a layer on projections [T, stride]; writes `buffers.y`, or `buffers.core`."""
+        """Runs a layer's mixer on projections [T, stride]. Writes `buffers.y`, or `buffers.core` for split heads."""
         mixer, batch, log = layer.mixer, buffers.batch, self.delta_log
         if not isinstance(mixer, GdnWeights):
             self._attend(layer, mixer, buffers, proj, stride)
@@ -388,7 +388,7 @@ class DecodeStep:
         slices = spec.value_dim // gdn_slice(spec, buffers.kind, mixer.shards)
         heads, kind = spec.value_heads * batch.layout.rows, buffers.kind
         if splits := self.splits_heads(spec, buffers):
-            # one block for each multiprocessor leaves the next kernel the same room; quantized products hardly need it
+            # one block per multiprocessor leaves equal room on each for the next kernel; quantized products gain little
             each = 1 if slices * heads <= self.blocks or slices % 2 or self._shapes.parts else 2
             grid, block, kind = max(slices * heads // each, self.blocks), 128 * each, f"spread_{each}"
             alone = grid == self.blocks and not self._shapes.limits_registers and self._shapes.experts is None
@@ -403,7 +403,7 @@ class DecodeStep:
             **gdn_arguments(mixer, state, batch, proj, stride, y), heads=heads), shared)
 
     def splits_heads(self, spec: GdnSpec, buffers: _DecodeBuffers) -> bool:
-        """True if each slice of a head is a block of its own, whose output is not normed yet."""
+        """True if each slice of a head has its own block; the output projection then computes the heads' norm."""
         tokens = len(buffers.residual)
         if buffers.over_log or buffers.kind != "few" or tokens > MAX_SPLIT_HEAD_TOKENS:
             return False
@@ -445,7 +445,7 @@ class DecodeStep:
     def feed_forward(self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, stream: LayerStream | None,
                      real: RealTokens = ALL_REAL) -> Shared[Tensor | None]:
         """Adds delta to the residual [T, H] of many tokens and runs the feed-forward. delta: as in `add_normed`.
-        stream: of the step. Returns its output, the next delta; None if it was added already."""
+        stream: the step's copies. Returns the output, which is the next delta; None if the residual contains it."""
         x = yield from self.add_normed(residual, delta, layer.post_norm)
         if self._experts and isinstance(layer.mlp, MoeWeights):
             if len(x) <= self._experts.max_gemv_tokens:
@@ -466,8 +466,8 @@ class DecodeStep:
         return gated
 
     def linear(self, x: Tensor, weight: object, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Multiplies x [T, columns] bf16 with cuBLAS. A quantized weight is dequantized for the call, piece by piece.
-        Returns [T, rows] in `dtype`."""
+        """Multiplies x [T, columns] bf16 with a weight by cuBLAS. Returns [T, rows] in `dtype`. A quantized weight is
+        dequantized for the call, piece by piece."""
         parts, tokens = self._shapes.parts.get(id(weight)), len(x)
         x = padded(x)
         if not parts:
@@ -486,12 +486,12 @@ class DecodeStep:
 
     @cached_property
     def _scratch(self) -> Tensor | None:
-        """Memory for a piece of a quantized weight in bfloat16. It is always the same, so that a GPU that is nearly
-        full does not have to find large pieces of memory in each step."""
+        """Memory for a piece of a quantized weight in bfloat16. All steps share it, because a nearly full GPU may have
+        no large piece of memory left for an allocation in each step."""
         return quantized_product.scratch_for(self._shapes.parts.values())
 
     def head(self, x: Tensor) -> Tensor:
-        """Normed hidden states [L, H] bf16 -> logits [L, V] float32."""
+        """Returns the logits [L, V] float32 of normed hidden states [L, H] bf16."""
         weight = self.decoder.head
         if isinstance(weight, Tensor) or len(x) > MAX_GEMV_TOKENS:
             return self.linear(x, weight, torch.float32)
@@ -502,7 +502,7 @@ class DecodeStep:
 
     def add_normed(self, residual: Tensor, delta: Tensor | None, scale: Tensor, wide: Tensor | None = None
                    ) -> Shared[Tensor]:
-        """As `normed`, for a delta that is the sum of what all devices have. There may be no tokens."""
+        """Sums delta over all devices, then works like `normed`. The residual may have no tokens."""
         if not len(residual):
             return empty_rows(0, self.hidden, self._device)
         if delta is not None and self._shapes.shards > 1:
@@ -514,7 +514,7 @@ class DecodeStep:
         return self.normed(residual, delta, scale, wide)
 
     def normed(self, residual: Tensor, delta: Tensor | None, scale: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Adds delta to the residual; returns the norm [T, H] bf16. wide [T, H] float32: receives the norm too."""
+        """Adds delta to the residual. Returns its norm [T, H] bf16. wide [T, H]: receives the norm in float32."""
         y = empty_rows(len(residual), self.hidden, self._device)
         self._module.launch("k_add_norm", (y.shape[0],), 256, args.AddNormArgs(
             residual=residual, delta=delta, scale=scale, y=y, wide=wide, eps=self.decoder.eps, hidden=self.hidden))
@@ -522,7 +522,7 @@ class DecodeStep:
 
 
 def _offloaded_layers(decoder: DecoderWeights) -> LayerStore | None:
-    """Returns the feed-forwards that lie in host memory."""
+    """Returns the store of the feed-forwards in host memory; None if there are none."""
     pools = (layer.mlp.pool for layer in decoder.layers if isinstance(layer.mlp, MlpWeights))
     store = next((pool.store for pool in pools if pool), None)
     assert isinstance(store, LayerStore | None)
@@ -542,7 +542,7 @@ def _out_proj(layer: DecoderLayer) -> object:
 
 
 def _frequencies(rope: RopeSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns radians per position [rotary_dim / 2] float32, and the position axis of each frequency, int64."""
+    """Returns the radians per position [rotary_dim / 2] float32, and each frequency's position axis, int64."""
     half = rope.rotary_dim // 2
     axes = torch.tensor([frequency_axis(index, rope.sections) for index in range(half)], device=device)
     return frequencies(rope, device), axes

@@ -31,7 +31,7 @@ FOLDER = Path(__file__).parent / "kernels"
 
 
 def headers(*names: str) -> str:
-    """Returns the text of these kernel files, after what all of them share."""
+    """Returns the source of these kernel files, preceded by common.cuh."""
     return "".join((FOLDER / f"{name}.cuh").read_text(encoding="utf-8") for name in ("common", *names))
 
 
@@ -43,11 +43,11 @@ def entry(name: str, type: str, bounds: str, call: str) -> str:
 
 
 _PARTS, _KERNELS = 8, 3
-"""A source is compiled in up to so many parts, with at least so many kernels each."""
+"""A source is compiled in up to _PARTS parts with at least _KERNELS kernels each."""
 
 
 def compile_source(source: str, architecture: str) -> list[bytes]:
-    """Returns what `nvrtc.compile_all` makes of the parts of a source; kept in the user's cache directory."""
+    """Returns the machine code of each part of a source, from `nvrtc.compile_all` or the user's cache directory."""
     version, codes, missing = nvrtc.version(), dict[Path, bytes](), dict[Path, str]()
     places = list[Path]()
     for part in parts_of(source):
@@ -64,7 +64,7 @@ def compile_source(source: str, architecture: str) -> list[bytes]:
 
 
 def parts_of(source: str) -> list[str]:
-    """Returns sources that have some of the source's kernels each. Nothing else follows its first kernel."""
+    """Splits a source into sources with a part of its kernels each. After its first kernel it has only kernels."""
     begin, *kernels = re.split(r'^(?=extern "C" __global__)', source, flags=re.MULTILINE)
     count = max(1, min(_PARTS, -(-len(kernels) // _KERNELS)))
     return [begin + "".join(kernels[first::count]) for first in range(count)]
@@ -106,7 +106,7 @@ class _Launch(Structure):
 
 
 class KernelArguments(Structure):
-    """A kernel's parameter: a struct of pointers (tensors), floats and ints, all given by name."""
+    """A kernel's parameter: a struct of pointers (given as tensors or addresses), floats and ints, passed by name."""
 
     names: ClassVar[tuple[str, ...]]
 
@@ -120,13 +120,13 @@ class KernelArguments(Structure):
 
 
 def fields(pointers: str, floats: str = "", integers: str = "") -> list[tuple[str, Any]]:
-    """Returns the members of a `KernelArguments`, in this order; names are separated by blanks."""
+    """Returns the `_fields_` of a `KernelArguments`, in this order. Names are separated by blanks."""
     return [(name, kind) for names, kind in ((pointers, c_void_p), (floats, c_float), (integers, c_int))
             for name in names.split()]
 
 
 class Module:
-    """Machine code on one device, and its kernels by name. Launch them while torch's current device is that one."""
+    """Machine code on one device, and its kernels by name. That device must be torch's current one at a launch."""
 
     def __init__(self, source: str, device: torch.device) -> None:
         self.device, card = device, card_of(device)
@@ -143,12 +143,12 @@ class Module:
 
     def launch(self, name: str, grid: tuple[int, ...], block: int, arguments: KernelArguments, shared: int = 0,
                overlap: bool = True) -> None:
-        """Launches a kernel in torch's current stream. overlap: the kernel itself waits for what came before, so that
-        it may start earlier."""
+        """Launches a kernel in torch's current stream. overlap: the kernel may start before the previous one ends,
+        because it waits for the previous one itself (programmatic dependent launch)."""
         key = (name, block, shared, overlap, get_ident())
         call = self._calls.get(key)
         if call is None:
-            if shared > self._shared.get(name, 0):  # the largest of all calls
+            if shared > self._shared.get(name, 0):  # the attribute is the maximum of all launches
                 _check(_driver().cuFuncSetAttribute(self._function(name), _SHARED_BYTES, shared))
                 self._shared[name] = shared
             call = self._calls[key] = _KernelCall(self._function(name), self._index, block, shared,
@@ -157,7 +157,7 @@ class Module:
 
     def prepare(self, name: str, grid: tuple[int, ...], block: int, arguments: KernelArguments, shared: int = 0,
                 overlap: bool = False) -> Callable[[], None]:
-        """Returns a launch to be repeated; the tensors in the arguments must stay where they are."""
+        """Returns a function that launches a kernel repeatedly. The tensors in the arguments must stay allocated."""
         call = _KernelCall(self._function(name), self._index, block, shared, overlap and self._overlaps)
         return partial(call, grid, arguments)
 
@@ -174,7 +174,7 @@ class Module:
         function = c_void_p()
         for module in self._modules:
             result = _driver().cuModuleGetFunction(byref(function), module, name.encode())
-            if result != _NOT_FOUND:  # the driver sets the handle to null where it finds nothing
+            if result != _NOT_FOUND:  # if nothing is found, the driver sets the handle to null
                 _check(result)
                 return function
         raise ValueError(f"no kernel is called {name}")
@@ -182,18 +182,18 @@ class Module:
 
 @cache
 def load_module(source: str, device: torch.device) -> Module:
-    """Returns a module that is loaded once, for all copies of a model."""
+    """Returns the module of a source. It is loaded once per device and shared by all copies of a model."""
     return Module(source, device)
 
 
 def module_or_none(source: str, device: torch.device) -> Module | None:
-    """Returns None if the source cannot be compiled."""
+    """Returns the module of a source; None if the source cannot be compiled."""
     return None if why_not_compiled(source, device) else load_module(source, device)
 
 
 @cache
 def why_not_compiled(source: str, device: torch.device) -> str | None:
-    """Returns why the source cannot be compiled; None if it can."""
+    """Returns the reason why the source cannot be compiled; None if it can."""
     try:
         compile_source(source, card_of(device).target)
     except CompileError as error:
@@ -202,7 +202,7 @@ def why_not_compiled(source: str, device: torch.device) -> str | None:
 
 
 class _KernelCall:
-    """A kernel with everything that a launch needs except grid and arguments; for one thread."""
+    """A kernel with all parameters of a launch except grid and arguments. Used by one thread only."""
 
     def __init__(self, function: c_void_p, device: int, block: int, shared: int, overlap: bool) -> None:
         self._device = device
@@ -217,15 +217,15 @@ class _KernelCall:
     def __call__(self, grid: tuple[int, ...], arguments: KernelArguments) -> None:
         launch = self._launch
         launch.x, launch.y, launch.z = (*grid, 1, 1)[:3]
-        # a tenth of the time of torch.cuda.current_stream
+        # takes a tenth of the time of torch.cuda.current_stream
         launch.stream = torch._C._cuda_getCurrentRawStream(self._device)
         self._parameters[0] = ctypes.addressof(arguments)
         _check(self._go(self._reference, self._function, self._parameters, None))
 
 
 def record(launch: Callable[[], _Result], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, _Result]:
-    """Returns a graph of what `launch` launches, which does not run, and the result of `launch`. pool: memory of an
-    earlier graph, which this one may use too."""
+    """Records the launches of `launch` as a graph without running them. Returns the graph and the result of `launch`.
+    pool: memory pool of an earlier graph, which the new one may share."""
     graph = torch.cuda.CUDAGraph()
     with recording(), torch.cuda.graph(graph, pool=pool, stream=_capture_stream(torch.cuda.current_device()),
                                        capture_error_mode="thread_local"):
@@ -235,7 +235,7 @@ def record(launch: Callable[[], _Result], pool: Any = None) -> tuple[torch.cuda.
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """A graph may be recorded within: other threads may copy meanwhile, but no old graph is collected as garbage."""
+    """Context for recording a graph. Other threads may copy meanwhile. Old graphs are not collected as garbage."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -248,7 +248,7 @@ def recording() -> Iterator[None]:
 
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """Torch's own capture stream belongs to the first device that records."""
+    """Returns a capture stream of the device. Torch's own capture stream belongs to the first device that records."""
     return torch.cuda.Stream(device)
 
 
@@ -266,8 +266,8 @@ _ALREADY_REACHED = 704
 
 
 def reach_peers(devices: Sequence[torch.device]) -> bool:
-    """Lets kernels on each of these devices read and write the memory of the others. Returns False if a device cannot
-    reach another one."""
+    """Lets kernels on each of these devices access the memory of the others. Returns False if a device cannot reach
+    another one."""
     numbers = sorted({device.index or 0 for device in devices})
     contexts, reached = dict[int, c_void_p](), c_int()
     for number in numbers:
@@ -287,7 +287,7 @@ def reach_peers(devices: Sequence[torch.device]) -> bool:
 
 
 class DeviceMemory:
-    """Memory of a device that its peers can reach, as torch's cannot be if it lies in expandable segments."""
+    """Memory of a device that its peers can access. They cannot access torch's memory in expandable segments."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._device, self._at = device, c_uint64()
@@ -297,7 +297,7 @@ class DeviceMemory:
         self._nbytes = nbytes
 
     def fill_(self, byte: int) -> None:
-        """Waits for the device."""
+        """Sets all bytes. Waits for the device before and afterwards."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             _check(_driver().cuMemsetD8_v2(self._at, c_ubyte(byte), c_size_t(self._nbytes)))
@@ -314,8 +314,8 @@ class DeviceMemory:
 
 
 def tensor_map(matrix: Tensor, rows: int, columns: int) -> bytes:
-    """Returns a descriptor with which the tensor memory accelerator copies boxes of a bfloat16 matrix; the 128 bytes of
-    a row (64 columns) are swizzled in shared memory. Without such an accelerator, what kernels/grouped.cuh asks for."""
+    """Returns the 128-byte descriptor of a bfloat16 matrix for the tensor memory accelerator, which copies boxes. Box
+    rows of 128 bytes (64 columns) are swizzled. Without this unit: the descriptor that kernels/grouped.cuh reads."""
     if not card_of(matrix.device).bulk_copies:
         words = (matrix.data_ptr(), matrix.stride(0) * 2, matrix.shape[0], matrix.shape[1])
         return struct.pack("16Q", *words, *[0] * 12)
@@ -342,6 +342,6 @@ def _driver() -> ctypes.CDLL:
 
 @cache
 def _launcher() -> ctypes.PyDLL:
-    """Keeps the interpreter's lock: a launch takes microseconds, and a prefill step has hundreds, after each of which
-    another thread would take the lock for longer than that."""
+    """Returns the driver library for calls that keep Python's GIL. A launch takes microseconds, and a prefill step has
+    hundreds of them. If they released the GIL, another thread would take it each time for longer than that."""
     return ctypes.PyDLL("libcuda.so.1")

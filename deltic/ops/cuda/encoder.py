@@ -1,5 +1,5 @@
 """Encoder layers and vision towers on a GPU in bfloat16: linear layers by cuBLAS, attention by torch's flash or cuDNN
-kernels, and kernels of our own for residual sums with their norms and for rotary embeddings."""
+kernels, and own kernels for residual sums with their norms and for rotary embeddings."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from deltic.ops.torch.encoder import attention_of, normed
 log = logging.getLogger("deltic")
 
 _MAX_HIDDEN: Final = 4096
-"""Elements of a token or patch that a warp keeps in registers; a head has at most a sixteenth of it."""
+"""Largest number of elements of a token or patch that a warp keeps in registers. A head has at most a sixteenth."""
 _BLOCK_THREADS: Final = 256
-"""One warp for each token."""
+"""Threads per block, with one warp per token."""
 _SLICE: Final = 1 << 16
-"""Patches in one call of the feed-forward: bounds the memory of many images."""
+"""Largest number of patches per call of the feed-forward. It limits the memory for many images."""
 _CUDNN_AFTER, _CUDNN_SIZES = 4, 64
 """cuDNN's attention takes half the time, but builds a program for each image size (50 ms): it serves a size from its
 fourth call on, and at most 64 sizes."""
@@ -48,13 +48,13 @@ fourth call on, and at most 64 sizes."""
 
 
 def encoder_backend(device: torch.device, dtype: torch.dtype) -> EncoderBackend:
-    """Returns the kernels for encoders; torch serves weights that they do not know."""
+    """Returns the backend with the kernels for encoders. Torch serves weights that the kernels do not support."""
     return replace(torch_encoder.encoder_backend(device, dtype),
                    run=lambda weights: encoder_run(weights) or partial(torch_encoder.run, weights))
 
 
 def encoder_run(weights: EncoderWeights) -> Callable[[Ragged, Tensor], Tensor] | None:
-    """Returns `ops.torch.encoder.run` for these weights; None if torch has to serve (dtype, width, card, compiler)."""
+    """Returns `ops.torch.encoder.run` for these weights; None if torch must serve it (dtype, width, card, compiler)."""
     scale = weights.norm.scale
     hidden = len(scale)
     if scale.dtype != torch.bfloat16 or hidden % 8 or hidden > _MAX_HIDDEN:
@@ -95,7 +95,7 @@ def _encoder_product(x: Tensor, affine: Affine) -> Tensor:
 
 
 def _gelu_product(x: Tensor, affine: Affine) -> Tensor:
-    """cuBLAS approximates GELU by a hyperbolic tangent; the error, below 5e-4, is no more than bfloat16's rounding."""
+    """Returns GELU of a product. cuBLAS approximates it by tanh: the error, below 5e-4, is no more than bfloat16's."""
     gelu: Tensor = torch.ops.aten._addmm_activation(affine.bias, x, _matrix(affine).t(), use_gelu=True)
     return gelu
 
@@ -109,7 +109,7 @@ def _matrix(affine: Affine) -> Tensor:
 
 
 class VisionOp:
-    """The vision op; counts how often images of each size came."""
+    """The vision op. It counts the calls with images of each size."""
 
     def __init__(self) -> None:
         self._seen = Counter[tuple[tuple[int, ...], int, int]]()
@@ -123,7 +123,7 @@ class VisionOp:
         return _blocks(buffers, weights, x.device)
 
     def _uses_cudnn(self, weights: VisionWeights, scene: Scene, device: torch.device) -> bool:
-        """True if images of these sizes came often, and cuDNN serves such heads."""
+        """Counts a call. Returns True if images of these sizes came often, and cuDNN serves such heads."""
         key = (scene.sizes, weights.hidden, weights.heads)
         if len(set(scene.sizes)) > 1 or weights.hidden // weights.heads > 128:
             return False
@@ -145,7 +145,7 @@ def _known(x: Tensor, weights: VisionWeights, scene: Scene) -> bool:
 
 
 def _blocks(buffers: _TowerBuffers, weights: VisionWeights, device: torch.device) -> Iterator[None]:
-    """Yields after each block, so that other work can run."""
+    """Runs the tower. Yields after each layer, so that other work can run."""
     for layer in weights.layers:
         with torch.cuda.device(device):
             buffers.run(layer)
@@ -154,7 +154,7 @@ def _blocks(buffers: _TowerBuffers, weights: VisionWeights, device: torch.device
 
 
 class _TowerBuffers:
-    """The tensors of one call. cudnn: cuDNN computes the attention; all images then have the same size."""
+    """The tensors of one call. cudnn: cuDNN computes the attention. This requires images of equal size."""
 
     def __init__(self, module: Module, x: Tensor, weights: VisionWeights, scene: Scene, cudnn: bool) -> None:
         self._module, self._x, self._weights, self._scene = module, x, weights, scene
@@ -176,12 +176,12 @@ class _TowerBuffers:
             torch.addmm(layer.down.bias, wide, _matrix(layer.down).t(), out=delta[rows])
 
     def add(self) -> None:
-        """Adds the result of the last block."""
+        """Adds the pending result of the last layer to x."""
         if self._delta is not None:
             self._x += self._delta
 
     def _norm(self, norm: LayerNorm) -> Tensor:
-        """Adds the pending delta to x; returns the norm of the sum."""
+        """Adds the pending delta to x and returns the norm of the sum."""
         x = self._x
         self._module.launch("k_tower_norm", (-(-len(x) // 8),), 256, args.TowerNormArgs(
             x=x, delta=self._delta, scale=norm.scale, shift=norm.shift, y=self._normed, eps=self._weights.eps,
@@ -196,7 +196,7 @@ class _TowerBuffers:
         return self._mix(*qkv.view(len(qkv), 3, heads, -1).unbind(1))
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query, key, value [T, heads, head_dim] -> [T, H]."""
+        """Computes attention [T, H] of query, key, value [T, heads, head_dim]."""
         if self._cudnn:
             count, size = len(self._scene.sizes), self._longest
             parts = [part.unflatten(0, (count, size)).transpose(1, 2) for part in (query, key, value)]

@@ -1,10 +1,10 @@
 """Experts in GPU memory and in pinned host memory, which kernels read over PCIe.
 
-A kernel finds an expert by a pointer, wherever it lies: a step is the same kernels in the same graph with the same
-bits, however many experts are on the card. Between steps, a second stream copies often wanted experts to free places on
-the card; then their pointers are exchanged with those of the experts that leave. For small batches, host threads may
-compute a share of the experts that are not on the card (kernels/beside.cuh). `PinnedExpertStore` holds bfloat16
-experts, `TileStore` quantized ones.
+A kernel finds each expert by a pointer. A step therefore has the same kernels, the same graph and the same bits with
+any number of experts on the card. Between steps, a second stream copies often used experts to free places on the card.
+Then the pointers of these experts and of the replaced ones are updated. For small batches, host threads may compute a
+share of the experts that are not on the card (kernels/beside.cuh). `PinnedExpertStore` holds bfloat16 experts,
+`TileStore` quantized ones.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from deltic.ops.stored import ExpertStatistics
 from deltic.ops.types import ExpertPool, Weight
 
 EXPERT_MATRICES = ("gate", "up", "down")
-"""The matrices of an expert, as in the names of tensors that hold those of a layer."""
+"""The matrices of an expert, as in the names of the tensors with a layer's experts."""
 HOST_TIMEOUT = 5.0
-"""Seconds for which the card waits for the host. Then the tokens become NaN, which fails their requests; a card that
-waited for ever would have to be reset."""
+"""Seconds that the card waits for the host. After a timeout the tokens become NaN, which fails their requests. A card
+that waited forever would have to be reset."""
 _HALF_LIFE = 512
-"""Steps after which a use of an expert counts half."""
+"""Steps after which a use of an expert counts half in its score."""
 _MIN_RATIO, _MIN_GAIN = 1.25, 2.0
 """An expert replaces another if its score exceeds the other's times this ratio, plus this gain."""
 _SPARE_PLACES = 8
 """Places on the card to which experts can be copied at the same time."""
 _ALIGNMENT = 128
-"""Bytes, of the parts of a place."""
+"""Alignment of the parts of a place, in bytes."""
 _STATE_WORDS = 4
-"""int32 words of the card's own state, before one for each token."""
+"""int32 words of the card's own state. One word per token follows them."""
 
 
 class Exchange(NamedTuple):
-    """An expert of a layer that comes to the card, and the one that leaves it."""
+    """An expert of a layer that comes to the card, and the expert that leaves the card for it."""
 
     layer: int
     comes: int
@@ -60,13 +60,13 @@ class Exchange(NamedTuple):
 
 
 class Residency:
-    """Decides which experts are on the card; equally many of each layer. Host only.
+    """Decides which experts are on the card, with the same number for each layer. Does not access the card.
 
-    Uses numpy: for these few numbers torch would wake all its threads, which would take cores from those that compute.
+    Uses numpy, because torch would wake all its threads for these few numbers and take cores from computing threads.
 
-    resident [layers, E] bool: on the card. places [layers, E] int64: place there, or -1.
-    scores [layers, E] float32: how often each expert was wanted lately.
-    hits, misses: uses of experts that were, or were not, on the card, by layer.
+    resident [layers, E] bool: the expert is on the card. places [layers, E] int64: its place there, or -1.
+    scores [layers, E] float32: number of recent uses of each expert, decaying over time.
+    hits, misses: number of uses of experts that were, or were not, on the card, by layer.
     """
 
     def __init__(self, layers: int, count: int, refresh: int) -> None:
@@ -79,7 +79,7 @@ class Residency:
         self._decay = np.float32(0.5 ** (refresh / _HALF_LIFE))
 
     def begin(self, slots: int, scores: Sequence[Sequence[float]] | None) -> None:
-        """Gives `slots` experts of each layer a place: those with the highest scores; among equals, the first."""
+        """Assigns places to the `slots` experts of each layer with the highest scores; among equals, the first ones."""
         if scores is not None:
             self.scores[:] = scores
         for layer, own in enumerate(self.scores):
@@ -88,7 +88,7 @@ class Residency:
             self.resident[layer, order] = True
 
     def learn(self, wanted: NDArray[np.int64]) -> list[int]:
-        """Updates the scores. wanted [layers, E]: uses of each expert so far. Returns the new misses by layer."""
+        """Updates the scores. Returns the new misses by layer. wanted [layers, E]: all uses of each expert so far."""
         fresh = wanted - self._known
         self._known = wanted.copy()
         hits, uses = (fresh * self.resident).sum(1).tolist(), fresh.sum(1).tolist()
@@ -100,7 +100,7 @@ class Residency:
         return missed
 
     def choose(self, most: int) -> list[Exchange]:
-        """Returns at most so many exchanges that pay, one of a layer, the best first."""
+        """Returns the exchanges that pay, best first: at most `most`, and at most one per layer."""
         worst = np.where(self.resident, self.scores, np.inf)
         best = np.where(self.resident, -1.0, self.scores)
         leaves, comes, layers = worst.argmin(1), best.argmax(1), np.arange(len(worst))
@@ -109,7 +109,7 @@ class Residency:
         return [Exchange(int(layer), int(comes[layer]), int(leaves[layer])) for layer in order if gain[layer] > 0]
 
     def exchange(self, one: Exchange, place: int) -> int:
-        """Records that an expert was copied to this place; returns the place that becomes free."""
+        """Records that an expert was copied to a place. Returns the place that becomes free."""
         layer, comes, leaves = one
         free = int(self.places[layer, leaves])
         self.places[layer, comes], self.places[layer, leaves] = place, -1
@@ -120,12 +120,12 @@ class Residency:
 class HostExperts:
     """The mailbox of the host's expert threads, as members of the kernels' structs.
 
-    request: of `AskHostArgs`. answer: of `AddHostArgs`.
+    request: members of `AskHostArgs`. answer: members of `AddHostArgs`.
     """
 
     def __init__(self, cpu_experts: OffloadedExperts, device: torch.device, timeout: float | None = None) -> None:
-        """Make it after the host's own last request: the card counts on from there. timeout: instead of
-        `HOST_TIMEOUT`."""
+        """Create this after the host's own last request, because the card continues to count from there. timeout:
+        seconds; None: `HOST_TIMEOUT`."""
         timeout = HOST_TIMEOUT if timeout is None else timeout
         self.cpu_experts = cpu_experts
         self._before = cpu_experts.computed(), cpu_experts.computing()
@@ -141,11 +141,11 @@ class HostExperts:
             "state": self._state, "answer": answer, "sums": cpu_experts.sums, "limit": round(timeout * 1e9)}
 
     def computed(self) -> int:
-        """Experts computed for the card, each once for a request. Thread-safe."""
+        """Returns the number of experts computed for the card, each counted once per request. Thread-safe."""
         return self.cpu_experts.computed() - self._before[0]
 
     def computing(self) -> float:
-        """Seconds spent on them. Thread-safe."""
+        """Returns the seconds spent on computing experts for the card. Thread-safe."""
         return self.cpu_experts.computing() - self._before[1]
 
 
@@ -156,11 +156,11 @@ class ExpertTables:
     """
 
     def __init__(self, layers: int, count: int, words: Sequence[int], device: torch.device) -> None:
-        """words: of each part of an entry."""
+        """words: number of int64 words of each part of an entry."""
         self.parts = [torch.zeros(layers, count + 1, width, dtype=torch.int64, device=device) for width in words]
 
     def write(self, cells: NDArray[np.int64], entries: NDArray[np.int64]) -> None:
-        """Writes entries [n, words of all parts] to cells [n], layer * (E + 1) + expert, in the stream of steps."""
+        """Writes entries [n, words of all parts] to cells [n], layer * (E + 1) + expert, in the stream of the steps."""
         numbers = torch.from_numpy(np.concatenate((cells[:, None], entries), 1)).pin_memory().to(
             self.parts[0].device, non_blocking=True)
         cell, *own = numbers.split([1, *(part.shape[-1] for part in self.parts)], 1)
@@ -171,15 +171,15 @@ class ExpertTables:
 class GpuExpertCache(ABC):
     """The experts of a model's layers, `count` in each. Subclasses define the entries of the tables.
 
-    expert_bytes: of an expert, by layer. place_bytes: of a place on the card, which fits an expert of any layer.
-    slots: experts of each layer on the card. nbytes: of these.
-    host: computes some of the others for few tokens; only if all layers' experts have the same size.
+    expert_bytes: bytes of an expert, by layer. place_bytes: bytes of a place on the card, for an expert of any layer.
+    slots: number of experts on the card, by layer. nbytes: bytes of their places.
+    host: computes some of the other experts for few tokens. It requires experts of the same size in all layers.
     """
 
     def __init__(self, rows: Sequence[Sequence[Tensor]], words: Sequence[int], device: torch.device, refresh: int
                  ) -> None:
-        """rows: for each layer the parts of its experts, uint8 [E, bytes] each, in memory that the card can read.
-        words: as in `ExpertTables`. refresh: steps between exchanges."""
+        """rows: the parts of each layer's experts, uint8 [E, bytes] each, in memory that the card can read. words: as
+        in `ExpertTables`. refresh: steps between exchanges."""
         layers, count = len(rows), len(rows[0][0])
         self.count, self.nbytes = count, 0
         self.expert_bytes = tuple(sum(part.shape[1] for part in parts) for parts in rows)
@@ -204,12 +204,12 @@ class GpuExpertCache(ABC):
 
     @abstractmethod
     def _entries(self, parts: Sequence[Tensor]) -> NDArray[np.int64]:
-        """Returns the table entries [n, words of all parts] of n experts. parts: each [n, bytes]; the rows hold, or
-        begin with, the parts of the experts."""
+        """Returns the table entries [n, words of all parts] of n experts. parts: [n, bytes] each. Each row contains, or
+        begins with, a part of an expert."""
 
     def fill(self, slots: int, scores: Sequence[Sequence[float]] | None = None) -> None:
-        """Copies `slots` experts of each layer to the card: those with the highest scores; among equals, the first.
-        Call it once, after loading."""
+        """Copies the `slots` experts of each layer with the highest scores to the card; among equals, the first ones.
+        Call this once, after loading."""
         layers = len(self._rows)
         self.slots = (slots,) * layers
         self.nbytes = slots * layers * self.place_bytes
@@ -225,7 +225,7 @@ class GpuExpertCache(ABC):
         self._write(*np.nonzero(self._residency.resident | True))
 
     def copy_rate(self) -> float:
-        """Measures bytes a second of plain copies of the first layer's experts to the card; 0 if all are there."""
+        """Measures bytes per second of copies of the first layer's experts to the card; 0 if all experts are there."""
         if not self._free:
             return 0.0
         seconds = 0.0
@@ -239,17 +239,17 @@ class GpuExpertCache(ABC):
         return self.count * self.expert_bytes[0] / seconds
 
     def close(self) -> None:
-        """Stops the host's threads. Call it after the last step."""
+        """Stops the host's threads. Call this after the last step."""
         if self.host:
             self.host.cpu_experts.close()
 
     def pools(self) -> list[ExpertPool]:
-        """Returns what a model has in place of each layer's experts."""
+        """Returns an `ExpertPool` for each layer, which a model has in place of the layer's experts."""
         return [ExpertPool(self, layer, self.count, self.count * size) for layer, size in enumerate(self.expert_bytes)]
 
     def begin_step(self) -> None:
-        """Call it before each step. Publishes pointers of copied experts, reads the counts of earlier steps, and starts
-        copies of experts that are wanted more often. Never waits."""
+        """Publishes the pointers of copied experts, reads the counts of earlier steps, and starts copies of experts
+        that are used more often. Never waits. Call this before each step."""
         self._steps += 1
         if self.host:
             self.host.cpu_experts.wake()
@@ -264,11 +264,11 @@ class GpuExpertCache(ABC):
                 self._counted.record()
 
     def scores(self) -> list[list[float]]:
-        """How often each expert was wanted lately, by layer. Call it between steps."""
+        """Returns the score of each expert, by layer: its recent uses. Call this between steps."""
         return [list(map(float, layer)) for layer in self._residency.scores.tolist()]
 
     def statistics(self) -> ExpertStatistics:
-        """Thread-safe. The last steps are not counted yet."""
+        """Returns the statistics, without the latest steps. Thread-safe."""
         residency, computed = self._residency, self.host.computed() if self.host else 0
         return ExpertStatistics(
             hits=tuple(residency.hits),
@@ -293,8 +293,8 @@ class GpuExpertCache(ABC):
             self._promote()
 
     def _count_reads(self, missed: Sequence[int]) -> None:
-        """Counts the bytes of misses that the card has read, which are those that the host did not compute. The host's
-        count may be ahead: it includes later steps."""
+        """Counts the bytes that the card read for misses: all misses but those that the host computed. The host's count
+        may be ahead, because it includes later steps."""
         computed = self.host.computed() if self.host else 0
         self._ahead += computed - self._computed
         self._computed = computed
@@ -317,8 +317,8 @@ class GpuExpertCache(ABC):
                 self._moved.record()
 
     def _exchange(self) -> None:
-        """Publishes pointers of copied experts. Steps launched before read the old ones to their end; copies to places
-        that become free wait for them."""
+        """Publishes the pointers of copied experts. Steps that were launched earlier use the old pointers to their end.
+        Copies to places that become free wait for these steps."""
         self._free.extend(self._residency.exchange(one, place) for one, place in self._moving)
         changed = [(one.layer, expert) for one, _ in self._moving for expert in (one.comes, one.leaves)]
         self._write(*np.array(changed).T)
@@ -327,7 +327,7 @@ class GpuExpertCache(ABC):
         self._moving, self._moved = [], None
 
     def _write(self, layers: NDArray[np.int64], experts: NDArray[np.int64]) -> None:
-        """Writes the current pointers of these experts to the card; null for those that the host computes."""
+        """Writes the current pointers of these experts to the card; null for experts that the host computes."""
         place = self._residency.places[layers, experts]
         entries = np.where(place[:, None] >= 0, self._place_entries[place], self._host_entries[layers, experts])
         if self.host:
@@ -340,13 +340,13 @@ class GpuExpertCache(ABC):
         self._tables.write(np.array([layer * (self.count + 1) + self.count]), entry[None])
 
     def _copy_to_card(self, layer: int, expert: int, place: int) -> None:
-        """Copies an expert in the current stream."""
+        """Copies an expert to a place on the card, in the current stream."""
         for offset, part in zip(self._offsets, self._rows[layer], strict=True):
             self._pool[place, offset:offset + part.shape[1]].copy_(part[expert], non_blocking=True)
 
 
 def offsets(rows: Sequence[Sequence[Tensor]]) -> tuple[list[int], int]:
-    """Returns where the parts of an expert begin in a place, and the bytes of a place. rows: as in `GpuExpertCache`."""
+    """Returns the offsets of an expert's parts in a place, and the bytes of a place. rows: as in `GpuExpertCache`."""
     starts, end = list[int](), 0
     for part in zip(*rows, strict=True):
         starts.append(end)
@@ -355,11 +355,11 @@ def offsets(rows: Sequence[Sequence[Tensor]]) -> tuple[list[int], int]:
 
 
 def pinned(rows: int, columns: int) -> Tensor:
-    """Allocates uint8 [rows, columns] of host memory that the card can read, without rounding up. ModelError if the
-    host has no room."""
-    memory = reserve((rows, columns), torch.uint8).numpy()  # large pages: the host may stream it too
+    """Allocates pinned host memory uint8 [rows, columns] that the card can read, without rounding up. Raises ModelError
+    if the host has too little memory."""
+    memory = reserve((rows, columns), torch.uint8).numpy()  # large pages, because the host may also stream it
     runtime, address = torch.cuda.cudart(), memory.ctypes.data
-    if int(runtime.cudaHostRegister(address, memory.nbytes, 3)):  # for all contexts, and mapped
+    if int(runtime.cudaHostRegister(address, memory.nbytes, 3)):  # 3: portable to all contexts, and mapped
         raise ModelError(f"{memory.nbytes >> 20} MiB of the host's memory for weights cannot be pinned: there is too "
                          "little, or the system allows less (ulimit -l)")
     weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
@@ -372,12 +372,12 @@ _GOLDEN_RATIO = 2654435761
 
 @dataclass(frozen=True, slots=True)
 class ExpertAddresses:
-    """Where the experts of a layer lie.
+    """Addresses of the experts of a layer.
 
-    gate, down [E + 1] int64: pointers to matrices, the last of the shared expert; null if `host` computes the expert.
+    gate, down [E + 1] int64: pointers to matrices, the shared expert's last; null if `host` computes the expert.
     gate_maps, down_maps [E + 1, 128] uint8: descriptors for the tensor memory accelerator.
-    wanted [E] int64: counts steps that wanted each expert; None: not counted.
-    host, layer: the host's threads, if they compute some, and the layer's number there.
+    wanted [E] int64: counts the steps that used each expert; None: not counted.
+    host, layer: the host's threads if they compute some experts, and the layer's number in their requests.
     """
 
     gate: Tensor
@@ -390,17 +390,17 @@ class ExpertAddresses:
 
 
 class PinnedExpertStore(GpuExpertCache):
-    """Experts in bfloat16; gate and up [size, hidden], down [hidden, size]."""
+    """A store of experts in bfloat16: gate and up [size, hidden], down [hidden, size]."""
 
     def __init__(self, layers: int, count: int, size: int, hidden: int, device: torch.device, refresh: int) -> None:
-        """refresh: steps between exchanges. ModelError if the host has no room."""
+        """refresh: steps between exchanges. Raises ModelError if the host has too little memory."""
         self.hidden, self.size = hidden, size
         rows = [pinned(count, 3 * size * hidden * 2) for _ in range(layers)]
         self._host = [own.view(torch.bfloat16) for own in rows]
         super().__init__([(own,) for own in rows], (1, 1, 16, 16), device, refresh)
 
     def take(self, name: str, tensor: Tensor) -> bool:
-        """Keeps a tensor [E, rows, columns] if it holds a matrix of all experts of a layer, by its canonical name."""
+        """Stores a tensor [E, rows, columns] if its canonical name is that of a layer's experts; else returns False."""
         prefix, _, rest = name.partition(".mlp.experts.")
         if not rest or not prefix.startswith("model.layers."):
             return False
@@ -416,17 +416,17 @@ class PinnedExpertStore(GpuExpertCache):
         return self._host
 
     def share(self, host: HostExperts, share: float) -> None:
-        """Lets the host compute this share, 0 to 1, of the experts that are not on the card, for few tokens.
+        """Lets the host compute a share, 0 to 1, of the experts that are not on the card, for few tokens.
 
-        Which experts the host computes is fixed, so that a token's bits do not depend on other tokens. Call it once,
-        before any step is made.
+        The set of experts for the host is fixed, so that a token's bits do not depend on other tokens. Call this once,
+        before any step is created.
         """
         self.host = host
         self._hosted = hosted_experts(len(self._host), self.count, share)
         self._write(*np.nonzero(self._hosted))
 
     def addresses(self, layer: int, shared: tuple[Tensor, Tensor] | None) -> ExpertAddresses:
-        """Returns where a layer's experts lie, kept up to date. shared: gate_up and down of the shared expert."""
+        """Returns a layer's addresses, which are kept up to date. shared: gate_up and down of the shared expert."""
         if shared:
             maps = [_words(tensor_map(part, rows, BOX_COLUMNS)) for part, rows in zip(shared, BOX_ROWS, strict=True)]
             self._write_shared(layer, np.concatenate((_pointers(shared), *maps)))
@@ -435,12 +435,12 @@ class PinnedExpertStore(GpuExpertCache):
         return ExpertAddresses(gate[:, 0], down[:, 0], gate_maps, down_maps, self._wanted[layer], self.host, layer)
 
     def _parts(self, expert: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns gate_up [2 size, hidden] and down [hidden, size] of an expert's memory."""
+        """Returns views of an expert's memory: gate_up [2 size, hidden] and down [hidden, size]."""
         both = 2 * self.size * self.hidden
         return expert[:both].view(-1, self.hidden), expert[both:].view(self.hidden, -1)
 
     def _entries(self, parts: Sequence[Tensor]) -> NDArray[np.int64]:
-        """[n, 2 + 2 * 16]: both pointers, then both descriptors."""
+        """Returns [n, 2 + 2 * 16]: both pointers, then both descriptors."""
         experts = [self._parts(expert.view(torch.bfloat16)) for expert in parts[0]]
         gate, down = (_words(b"".join(tensor_map(own[index], rows, BOX_COLUMNS) for own in experts)).reshape(-1, 16)
                       for index, rows in enumerate(BOX_ROWS))
@@ -448,7 +448,7 @@ class PinnedExpertStore(GpuExpertCache):
 
 
 def hosted_experts(layers: int, count: int, share: float) -> NDArray[np.bool_]:
-    """Returns which experts the host computes when they are not on the card: [layers, count], spread evenly."""
+    """Returns a mask [layers, count] of experts that the host computes if they are not on the card, spread evenly."""
     numbers = np.arange(layers * count, dtype=np.int64).reshape(layers, count)
     return (numbers * _GOLDEN_RATIO >> 24 & 0xff) < round(share * 256)
 
@@ -462,10 +462,10 @@ def _words(maps: bytes) -> NDArray[np.int64]:
 
 
 class TileAddresses(NamedTuple):
-    """Where the tiles of a layer's experts lie.
+    """Addresses of the tiles of a layer's experts.
 
-    gate, up, down [E + 1] int64: pointers, the last of the shared expert.
-    wanted [E] int64: counts passes of steps that wanted each expert.
+    gate, up, down [E + 1] int64: pointers, the shared expert's last.
+    wanted [E] int64: counts the passes of steps that used each expert.
     """
 
     gate: Tensor
@@ -475,18 +475,18 @@ class TileAddresses(NamedTuple):
 
 
 class TileStore(GpuExpertCache):
-    """Experts as tiles: gate and up [size, hidden], down [hidden, size]. types: tile formats, by layer."""
+    """A store of experts as tiles: gate and up [size, hidden], down [hidden, size]. types: tile formats, by layer."""
 
     def __init__(self, layers: Sequence[Sequence[Sequence[Tiles]]], device: torch.device, refresh: int) -> None:
-        """layers: for each the gates of all experts, the ups and the downs, in memory that the card can read, as
-        `pinned_form` makes them. refresh: steps between exchanges."""
+        """layers: for each layer gate, up and down of all experts, in memory that the card can read, packed by
+        `pinned_form`. refresh: steps between exchanges."""
         self.size, self.hidden = layers[0][0][0].shape
         self.types = [tuple(stack[0].type for stack in stacks) for stacks in layers]
         super().__init__([[rows_of(stack) for stack in stacks] for stacks in layers], (1, 1, 1), device, refresh)
 
     def addresses(self, layer: int, shared: Sequence[Tiles]) -> TileAddresses:
-        """Returns where a layer's experts lie, kept up to date. shared: gate, up and down of the shared expert, which
-        the caller keeps alive; empty: there is none."""
+        """Returns a layer's addresses, which are kept up to date. shared: gate, up and down of the shared expert, kept
+        alive by the caller; empty: no shared expert."""
         if shared:
             self._write_shared(layer, pointers_of([matrix.data.view(1, -1) for matrix in shared])[0])
         gate, up, down = (part[layer, :, 0] for part in self._tables.parts)
@@ -497,15 +497,15 @@ class TileStore(GpuExpertCache):
 
 
 def pinned_form(device: torch.device) -> PackedForm:
-    """Returns the form of models whose experts lie in pinned host memory."""
+    """Returns the form of a model's weights if its experts are in pinned host memory."""
     return replace(tiles_form(device), stack=partial(pack_pinned_stack, device=device))
 
 
 def pack_pinned_stack(type: str, number: int, count: int, rows: int, columns: int, row_bytes: int,
                       read: Callable[[int, int], Any], device: torch.device) -> tuple[Tiles, ...]:
-    """Packs like `cuda.quantized.pack_stack`, into pinned host memory; the device packs a few matrices at a time.
+    """Packs like `cuda.quantized.pack_stack` to pinned host memory. The device packs a few matrices at a time.
 
-    rows: a multiple of 8. ModelError if the host has no room.
+    rows: a multiple of 8. Raises ModelError if the host has too little memory.
     """
     memory, kind = torch.empty(0), type
     step = max(1, WEIGHTS_PER_PIECE // (rows * columns))
@@ -520,7 +520,7 @@ def pack_pinned_stack(type: str, number: int, count: int, rows: int, columns: in
 
 
 def take_stacks(weights: dict[str, Weight], layers: int) -> list[list[tuple[Tiles, ...]]]:
-    """Pops the experts of all layers from a model's weights, as `TileStore` takes them."""
+    """Pops the experts of all layers from a model's weights. Returns them in the format that `TileStore` takes."""
     return [[_tiles(weights.pop(f"model.layers.{layer}.mlp.experts.{part}_proj.weight")) for part in EXPERT_MATRICES]
             for layer in range(layers)]
 
@@ -531,7 +531,7 @@ def _tiles(stack: Weight) -> tuple[Tiles, ...]:
 
 
 def rows_of(stack: Sequence[Tiles]) -> Tensor:
-    """Returns tiles that lie in one tensor at equal distances as uint8 [E, bytes], without a copy."""
+    """Returns tiles as a view uint8 [E, bytes]. They must lie in one tensor at equal distances."""
     first = stack[0].data
     starts = [matrix.data.data_ptr() for matrix in stack]
     distance = starts[1] - starts[0] if len(stack) > 1 else first.numel()
@@ -541,5 +541,5 @@ def rows_of(stack: Sequence[Tiles]) -> Tensor:
 
 
 def pointers_of(parts: Sequence[Tensor]) -> NDArray[np.int64]:
-    """Returns the addresses of the rows of tensors [n, bytes] uint8: [n, parts]."""
+    """Returns the addresses [n, parts] of the rows of tensors [n, bytes] uint8."""
     return np.stack([part.data_ptr() + np.arange(len(part), dtype=np.int64) * part.stride(0) for part in parts], 1)

@@ -1,4 +1,4 @@
-"""Products of up to 16 tokens with the weights of a model, by kernels of our own."""
+"""Products of up to 16 tokens with the weights of a model, by deltic's own kernels."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from deltic.ops.cuda.sliced_product import WHOLE, ColumnSlices
 
 
 class GemvProducts:
-    """The products of one model. blocks: of a kernel. eps: of the norms."""
+    """The products of one model. blocks: blocks per kernel. eps: epsilon of the norms."""
 
     def __init__(self, module: Module, shapes: Shapes, blocks: int, eps: float) -> None:
         self._module, self._shapes, self._blocks, self._eps = module, shapes, blocks, eps
 
     def multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int,
                  split: ColumnSlices = WHOLE, terms: ProductTerms | None = None) -> None:
-        """Multiplies few tokens x [T, columns] with a weight. scale: of the norm before it, if any. out: STORE, ADD,
-        GATE or PART, to y. split: of the columns, with ADD and PART. terms: are added to the product."""
+        """Multiplies few tokens x [T, columns] with a weight. scale: scale of the norm before it, if any. out: STORE,
+        ADD, GATE or PART, to y. split: slices of the columns, with ADD and PART. terms: added to the product."""
         parts = self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:
@@ -50,7 +50,7 @@ class GemvProducts:
 
     def launch(self, product: Multiply | PackedMultiply, weight: object, tokens: int, module: Module, **values: Any
                ) -> None:
-        """Launches a product of so many tokens. values: members of `arguments.ProductArgs`, or of
+        """Launches a product of `tokens` tokens. values: the members of `arguments.ProductArgs`, or of
         `arguments.AddedProductArgs`, that do not follow from the weight."""
         blocks = self._blocks
         if isinstance(product, PackedMultiply):
@@ -68,7 +68,7 @@ class GemvProducts:
 
 
 def compact(memory: Tensor, tokens: int, width: int) -> Tensor:
-    """Returns the leading [tokens, width] elements of a tensor that may have been allocated for wider rows."""
+    """Returns the first tokens * width elements as [tokens, width]. The memory may be allocated for wider rows."""
     return memory.view(-1)[:tokens * width].view(tokens, width)
 
 

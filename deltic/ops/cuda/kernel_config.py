@@ -1,4 +1,4 @@
-"""Which kernels a model needs: their shapes, and the CUDA source that instantiates them."""
+"""Collects the kernels that a model needs: their shapes, and the CUDA source that instantiates them."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ from deltic.ops.types import (
 SEGMENT = 1024
 """Columns of a weight that are copied to shared memory at once."""
 _MIN_BYTES_IN_FLIGHT = 60 << 10
-"""Weights for which a block with several tokens needs shared memory; otherwise it takes the next kernel's share too."""
+"""Bytes of weights in flight below which a block with several tokens takes the next kernel's shared memory, too."""
 STORE, ADD, GATE, PART = range(4)
-"""What a product does with its sums: write them, add them to y, or write silu(first half) * second half. ADD and PART
-sum in the order of `ops.slices`; PART writes the sum of one device's columns."""
+"""Use of a product's sums. STORE writes them, ADD adds them to y, GATE writes silu(first half) * second half, PART
+writes the sums over one device's columns. ADD and PART sum in the order of `ops.slices`."""
 _KV = {torch.bfloat16: "u16", torch.float8_e4m3fn: "u8", INT4: "Int4"}
 """The kernels' types of keys and values."""
 STATES = {torch.float32: "float", torch.bfloat16: "unsigned short"}
 """The kernels' types of states in their slots."""
 WHOLE_STATE_THREADS = 384
-"""Threads of a block through which whole states pass."""
+"""Threads per block of the kernels that pass whole states through shared memory (kernels/gdn_many.cuh)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Multiply:
     """A product with a bfloat16 weight.
 
-    columns: of the weight. norm: the input is RMS-normed first. out: STORE, ADD, GATE or PART. unit: rows that a block
-    multiplies at once.
-    head, slice: columns of a value head and of a slice of one, if the input is the outputs of split heads, which the
-        product norms and gates.
-    split: of the columns, with ADD and PART.
-    terms: what adapters add is added to the sums (kernels/lora.cuh).
+    columns: the weight's columns. norm: the input is RMS-normed first. out: STORE, ADD, GATE or PART.
+    unit: rows that a block multiplies at once.
+    head, slice: columns of a value head and of one of its slices if the input is the output of split heads, which the
+        product norms and gates; else 0.
+    split: slices of the columns, used with ADD and PART.
+    terms: the product adds the terms of adapters to its sums (kernels/lora.cuh).
     """
 
     columns: int
@@ -76,7 +76,7 @@ class Multiply:
 
     @property
     def most(self) -> int:
-        """Largest number of tokens: their input leaves room for sums and for weights on their way; 0 if none fits."""
+        """Largest number of tokens. Their input must leave room for the sums and the ring; 0 if not even one fits."""
         most = MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS
         fit = self._room(most) // (self.columns * 2 + 2 * self._least_sums(1))
         if fit > PLAIN_MMA_TOKENS:
@@ -84,7 +84,7 @@ class Multiply:
         return min(PLAIN_MMA_TOKENS, most, self._room(1) // (self.columns * 2 + 2 * self._least_sums(1)))
 
     def _room(self, tokens: int) -> int:
-        """Bytes of shared memory for the input and the sums: what the least number of slots leaves."""
+        """Bytes of shared memory for the input and the sums if the ring has the least number of slots."""
         ring = self._least_slots(tokens) * self._slot(tokens)
         return min(self.card.product_bytes, self.card.max_shared_bytes - 1024 - ring)
 
@@ -122,20 +122,20 @@ class Multiply:
                 + self._shape(tokens).check * self._sliced)
 
     def threads(self, tokens: int) -> int:
-        """Of a block."""
+        """Returns the threads per block."""
         return (WARPS + (self._shape(tokens).copying if self._sliced else 1)) * 32
 
     def group(self, tokens: int, units: int) -> int:
-        """Units of a block between two sums over its warps: as many as fit."""
+        """Returns the units that a block multiplies between two sums over its warps: as many as fit."""
         rest = (self._room(tokens) + 1024 - self._fixed(tokens)) // 2
-        if tokens == 1 and self._sliced:  # the least number of slots leaves the next kernel its room
+        if tokens == 1 and self._sliced:  # with the least number of slots, the next kernel's block must still fit
             beside = SHARED_BYTES_BESIDE_NEXT - self._fixed(tokens) - self._least_slots(tokens) * self._slot(tokens)
             rest = min(rest, beside // 2)
         at_once = self._shape(tokens).units if self._sliced else 1
         return at_once * max(1, min(min(self.card.sum_bytes, rest) // self._least_sums(tokens), -(-units // at_once)))
 
     def slots(self, tokens: int, sums: int) -> int:
-        """Slots of a block's ring of weight segments. sums: bytes of shared memory for sums."""
+        """Returns the slots of a block's ring of weight segments. sums: bytes of shared memory for sums."""
         slot, fixed, least = self._slot(tokens), self._fixed(tokens) + sums, self._least_slots(tokens)
         most = self.card.max_shared_bytes
         slots = (min(SHARED_BYTES_BESIDE_NEXT, most) - fixed) // slot
@@ -145,7 +145,7 @@ class Multiply:
         return slots // least * least if self._sliced else slots
 
     def shared(self, tokens: int, group: int, units: int) -> tuple[int, int]:
-        """Returns slots and bytes of shared memory of a block with so many units."""
+        """Returns the slots and the bytes of shared memory of a block that multiplies `units` units."""
         shape, at_once, steps = self._shape(tokens), 1, units * -(-self.columns // SEGMENT)
         if self._sliced:
             at_once = shape.units
@@ -155,7 +155,7 @@ class Multiply:
         return slots, max(TWO_BLOCKS_SHARED_BYTES, self._fixed(tokens) + sums + slots * self._slot(tokens))
 
     def _least_sums(self, tokens: int) -> int:
-        """Bytes of shared memory for the sums of each warp of the units that are multiplied at once."""
+        """Returns the bytes of shared memory for the sums of all warps over the units that are multiplied at once."""
         return WARPS * (self.unit if self._sliced else 8) * tokens * 4
 
     def _slot(self, tokens: int) -> int:
@@ -168,24 +168,24 @@ class Multiply:
 
 
 def unit_of(rows: int, out: int, blocks: int) -> int:
-    """Rows of a unit: 4 instead of 8 where blocks then get more equal shares."""
+    """Returns the rows of a unit: 4 instead of 8 if this divides the rows more evenly among the blocks."""
     most = {unit: -(-rows // (unit * blocks)) * unit for unit in (8, 4)}
     return 4 if out in (ADD, PART) and most[4] < 0.95 * most[8] else 8
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """All kernels of a model: products, and the specs of its layers.
+    """All kernels of a model: its products, and the specs of its layers.
 
-    kinds: tile formats of weights that are dequantized for many tokens.
+    kinds: tile formats of the quantized weights, which are dequantized for many tokens.
     parts: tiles of each quantized weight, by the weight's id.
     delta_logs: states have delta logs.
-    experts: of the mixture-of-experts layers.
+    experts: shape of the mixture-of-experts layers.
+    host: hidden size if the host computes feed-forwards of dense layers; else 0.
     kv, state: the kernels' types of keys and values (kernels/kv.cuh), and of states.
-    host: hidden size, if the host computes the feed-forward of dense layers; else 0.
-    form: of the attention layers (kernels/attention.cuh).
-    card: for which the kernels are made.
-    shards: devices over which the layers are split; specs and products are those of one.
+    form: form of the attention layers, as `form_of` returns it (kernels/attention.cuh).
+    card: the card for which the kernels are compiled.
+    shards: devices over which the layers are split; specs and products describe one device's part.
     """
 
     products: tuple[Multiply | PackedMultiply, ...]
@@ -212,8 +212,8 @@ class Shapes:
     def limits_registers(self) -> bool:
         """True if products take at most 72 registers, so that a block of the delta rule fits beside two of them.
 
-        Not if a row is one segment: its input is then kept in registers. Quantized products of one token would fit, but
-        are faster alone; with experts it is untested.
+        False if a row is one segment, because such a product keeps its input in registers. Quantized products of one
+        token would fit, but are faster without such a block beside them. With experts it is untested.
         """
         plain = all(isinstance(product, Multiply) and product.columns > SEGMENT for product in self.products)
         return plain and self.experts is None
@@ -253,11 +253,11 @@ class Shapes:
         return "".join(text)
 
     def _streams_alone(self, gdn: GdnSpec) -> bool:
-        """True if a multiprocessor has room for one state in shared memory only."""
+        """True if a multiprocessor's shared memory has room for only one state."""
         return self.card.resident(gdn.key_dim * gdn.value_dim * 4 + (16 << 10)) == 1
 
     def product_sources(self) -> list[str]:
-        """Each kernel once: one kernel serves several numbers of tokens."""
+        """Returns each kernel's source once, although a kernel serves several numbers of tokens."""
         text: dict[str, None] = {}
         for product in self.products:
             for tokens in range(1, product.most + 1):
@@ -268,7 +268,7 @@ class Shapes:
         return list(text)
 
     def _gdn(self, gdn: GdnSpec, kind: str, name: str) -> list[str]:
-        """The kernels of Gated DeltaNet layers. kind: type of the projections. name: `few` or `many` tokens."""
+        """Returns the sources of the Gated DeltaNet kernels. kind: C type of the projections. name: `few` or `many`."""
         text, size = list[str](), gdn_slice(gdn, name, self.shards)
         shape, block = f"{gdn.key_dim}, {gdn.value_dim}, {size}, {kind}", gdn.value_dim // size * 128
         if name == "few":
@@ -295,23 +295,23 @@ def _shared_bytes(product: Multiply | PackedMultiply) -> int:
 
 
 def state_header(state: str) -> str:
-    """Returns the first line of a source whose kernels touch states. state: as in `Shapes`."""
+    """Returns the first line of a source with kernels that access states. state: as in `Shapes`."""
     return f"typedef {state} State;\n"
 
 
 def gdn_slice(spec: GdnSpec, kind: str, shards: int = 1) -> int:
-    """Columns of a value head for four warps; with few rows fewer, so that a row's heads fill the card. spec: of one of
-    `shards` devices. The sums of a head depend on this, so that it is the same on any number of devices."""
+    """Returns the columns of a value head that four warps process: 32, or 16 if few rows with few heads would not fill
+    the card. spec: one device's part. The sums of a head depend on this size, so it does not depend on `shards`."""
     return 16 if kind == "few" and spec.value_dim == 128 and spec.value_heads * shards <= 16 else 32
 
 
 def heads_stride(spec: GdnSpec, shards: int = 1) -> int:
-    """Floats from token to token in the output of split heads: values, then a sum of squares for each slice."""
+    """Returns the floats per token in the output of split heads: the values, then each slice's sum of squares."""
     return (spec.values + spec.values // gdn_slice(spec, "few", shards) + 3) // 4 * 4
 
 
 def attention_bytes(spec: AttentionSpec, card: Card) -> int:
-    """Shared memory with which attention is launched; nothing on 9.0, where more than 48 KiB may be a kernel's own."""
+    """Returns attention's bytes of dynamic shared memory: 0 on 9.0, where static memory may exceed 48 KiB."""
     share = spec.heads // spec.kv_heads
     floats = (share + WARPS * max(share, 3)) * spec.head_dim + (2 * WARPS + 64) * share + 4
     return 0 if card.wgmma else 4 * floats
@@ -323,25 +323,25 @@ def passes_whole(spec: GdnSpec) -> bool:
 
 
 def states_at_once(spec: GdnSpec, state: str, card: Card) -> int:
-    """Whole states in the shared memory of a block. state: as in `Shapes`."""
+    """Returns the number of whole states that fit in a block's shared memory. state: as in `Shapes`."""
     return card.whole_state_bytes // (spec.key_dim * spec.value_dim * (4 if state == "float" else 2))
 
 
 def heads_product(spec: GdnSpec, unit: int, card: Card | None = None, shards: int = 1) -> Multiply:
-    """Returns the output projection of split heads. spec: of one of `shards` devices."""
+    """Returns the output projection of split heads. spec: one device's part of the layer."""
     return Multiply(spec.values, False, summed(shards), unit, spec.value_dim, gdn_slice(spec, "few", shards),
                     split_of(shards, spec), card or default_card())
 
 
 def summed(shards: int) -> int:
-    """What a product does with sums that `shards` devices have parts of."""
+    """Returns `out` of a product with columns that are split over `shards` devices."""
     return ADD if shards == 1 else PART
 
 
 def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[Weight, bool]] = ()) -> Shapes | None:
-    """Returns the kernels of a model; None if there are none for its dtype, sizes or weight formats.
+    """Returns the kernels of a model; None if its dtype, sizes or weight formats are not supported.
 
-    also: weights of further products with STORE, and whether their input is normed.
+    also: weights of further products with STORE, each with True if its input is normed.
     """
     if not decoder.norm.is_cuda or not _supported_stores(views):
         return None
@@ -401,7 +401,7 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
 
 @dataclass(slots=True)
 class _Found:
-    """The kernels that a model's weights need, collected. blocks: of a product."""
+    """Collects the kernels that a model's weights need. blocks: blocks of a product."""
 
     blocks: int
     card: Card
@@ -421,8 +421,8 @@ class _Found:
             self.all_known = False
 
     def add_summed(self, weight: Weight, shards: int, heads: GdnSpec | None = None) -> None:
-        """A weight whose columns `shards` devices have parts of. heads: it may be multiplied with the outputs of split
-        heads."""
+        """Adds the products with a weight that has its columns split over `shards` devices. heads: spec of the layer
+        if the weight may be multiplied with outputs of split heads."""
         out, split = summed(shards), split_of(shards, heads)
         if isinstance(weight, Tensor) and _plain(weight):
             unit = unit_of(weight.shape[0], out, self.blocks)
@@ -451,12 +451,12 @@ class _Found:
 
 
 def form_of(weights: AttentionWeights) -> int:
-    """Returns `Shapes.form`: bits for a gate, norms of heads, and a bias."""
+    """Returns `Shapes.form`, a sum of bits: 1 for a gate, 2 for norms of the heads, 4 for a bias."""
     return weights.spec.gate + 2 * (weights.q_norm is not None) + 4 * (weights.bias is not None)
 
 
 def blocks_of(device: torch.device) -> int:
-    """Blocks of a product: one for each multiprocessor."""
+    """Returns the number of blocks of a product: one per multiprocessor."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -472,7 +472,7 @@ def _supported(shapes: Shapes) -> bool:
     if gdn and (gdn.conv_kernel != 4 or (gdn.key_dim, gdn.value_dim) not in ((128, 128), (32, 32))):
         return False
     if attention and shapes.kv == "Int4" and attention.head_dim == 256 and attention.kv_heads % 2:
-        return False  # words of a token's heads lie at multiples of two bytes then
+        return False  # a token's heads would then begin at addresses that are only multiples of two bytes
     return attention is None or (attention.head_dim in (64, 128, 256)
                                  and attention.rotary_dim % (attention.head_dim // 16) == 0)
 

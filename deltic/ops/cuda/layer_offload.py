@@ -1,8 +1,8 @@
 """Feed-forwards of dense layers in pinned host memory: streamed to the card, or computed by the host for few tokens.
 
-A step copies such a layer to one of two buffers while the card computes earlier layers; then the same kernels multiply
-with it as if it had always been there, with the same bits. In steps of up to 16 tokens host threads may compute some
-layers instead (kernels/beside.cuh), for which a layer is an expert that every token passes with weight 1.
+A step copies such a layer to one of two buffers while the card computes earlier layers. The usual kernels then multiply
+with it and give the same bits. In steps of up to 16 tokens, host threads may compute some of the layers instead
+(kernels/beside.cuh). They treat a layer as an expert that every token uses with weight 1.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from deltic.ops.quantized import PackedForm, QTensor, pack_rows, pack_tensor
 from deltic.ops.types import Block, ExpertPool, MlpWeights
 
 MATRICES = ("gate", "up", "down")
-"""The matrices of a feed-forward, as in the names of its tensors."""
+"""The matrices of a feed-forward, as its tensors are named."""
 BUFFERS = 2
-"""Layers that are on the card or on their way there at the same time."""
+"""Number of layers that are on the card, or are being copied to it, at the same time."""
 _ALIGNMENT = 512
-"""Bytes, of matrices that are multiplied, as torch allocates them: products may choose another order of sums where they
-are less aligned."""
+"""Alignment of multiplied matrices in bytes, the same as that of torch's allocations. With a smaller alignment products
+may choose another order of sums."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostTiles(Tiles):
-    """Tiles in host memory. panels: the same matrix for the CPU kernels; None: they do not compute with it."""
+    """Tiles in host memory. panels: the same matrix in the CPU kernels' format; None: the CPU kernels do not use it."""
 
     panels: QTensor | None = None
 
 
 def host_layer_form(device: torch.device, computes: bool) -> PackedForm:
-    """Returns the form of matrices in host memory. computes: the host computes with them, too."""
+    """Returns the form of matrices in host memory. computes: the host also computes with them."""
     pack = partial(_pack, device=device, arena=Arena() if computes else None)
     return replace(tiles_form(device), pack=pack, device=torch.device("cpu"), stack=None)
 
 
 def _pack(type: str, number: int, rows: int, columns: int, row_bytes: int, read: Callable[[int, int], Any],
           device: torch.device, arena: Arena | None) -> HostTiles:
-    """Packs like `cuda.quantized.pack_tiles`. number: negative for a type that the CPU kernels do not know."""
-    raw = torch.as_tensor(read(0, rows * row_bytes)).flatten()  # once: to read may mean to quantize
+    """Packs like `cuda.quantized.pack_tiles`. number: negative for a type that the CPU kernels do not support."""
+    raw = torch.as_tensor(read(0, rows * row_bytes)).flatten()  # read once, because reading may include quantizing
 
     def again(start: int, count: int) -> Tensor:
         return raw[start:start + count]
@@ -65,8 +65,8 @@ def _pack(type: str, number: int, rows: int, columns: int, row_bytes: int, read:
 class HostLayer:
     """A layer's feed-forward in host memory.
 
-    memory [bytes]: gate, up, down, as the card reads them. parts: the same matrices, as views. expert: what the host
-    computes with; None: it cannot.
+    memory [bytes]: gate, up, down, in the card's format. parts: views of these matrices. expert: the matrices in the
+    format of the host's kernels; None: the host cannot compute this layer.
     """
 
     memory: Tensor
@@ -75,9 +75,9 @@ class HostLayer:
 
 
 def host_layer(blocks: Sequence[Block], device: torch.device, computes: bool = True) -> HostLayer:
-    """Moves gate, up and down to memory that the device can read. computes: the host computes with them, too.
+    """Moves gate, up and down to host memory that the device can read. computes: the host also computes with them.
 
-    Matrices are bfloat16, or as `host_layer_form` makes them. ModelError if the host has no room.
+    The matrices are bfloat16, or packed by `host_layer_form`. Raises ModelError if the host has too little memory.
     """
     gate, up, down = blocks
     if isinstance(gate, Tiles) != isinstance(up, Tiles):
@@ -104,7 +104,7 @@ def host_layer(blocks: Sequence[Block], device: torch.device, computes: bool = T
 
 
 def _as_tiles(block: Block, computes: bool) -> HostTiles:
-    """Returns a bfloat16 matrix as tiles, because its neighbour has tiles."""
+    """Converts a bfloat16 matrix to tiles. Gate and up must both be tiles if one of them is quantized."""
     assert isinstance(block, Tensor)
     tiles = tiles_of(block)
     return HostTiles(tiles.type, tiles.rows, tiles.columns, tiles.data.cpu(), None,
@@ -122,16 +122,16 @@ def _data(block: Block) -> Tensor:
 
 
 def _view(block: Block, memory: Tensor, start: int) -> Block:
-    """Returns a matrix of the same form in other memory, from a byte on."""
+    """Returns a view of `memory`, from byte `start` on, as a matrix of the same form as `block`."""
     data = _data(block)
     found = memory[start:start + data.nbytes].view(data.dtype).view(data.shape)
     return found if isinstance(block, Tensor) else Tiles(block.type, block.rows, block.columns, found, None)
 
 
 class LayerStore:
-    """The feed-forwards in host memory, by the number of their layer.
+    """The feed-forwards in host memory, by the numbers of their layers.
 
-    host: computes those in `hosted` for few tokens.
+    host: computes the layers in `hosted` for few tokens; None: no layers.
     """
 
     def __init__(self, layers: Mapping[int, HostLayer], device: torch.device) -> None:
@@ -147,29 +147,29 @@ class LayerStore:
 
     @property
     def computable(self) -> list[int]:
-        """The layers that the host can compute. A request names a layer by its place in this list."""
+        """Numbers of the layers that the host can compute. A request names a layer by its index in this list."""
         return [number for number, layer in self.layers.items() if layer.expert is not None]
 
     def settle(self, host: HostExperts | None = None, hosted: Sequence[int] = ()) -> None:
-        """Gives each layer a buffer. host: computes the layers `hosted`. Call it once, before `weights`."""
+        """Assigns a buffer to each layer. host: computes the layers `hosted`. Call this once, before `weights`."""
         self.host, places = host, {number: place for place, number in enumerate(self.computable)}
         self.hosted = {number: places[number] for number in hosted} if host else {}
         streamed, before = 0, 1
         for number in self.layers:
-            # those that every step copies take turns, so that one is copied while another is used
+            # layers that every step copies use the buffers in turns, so that one is copied while another is used
             before = 1 - before if number in self.hosted else streamed % BUFFERS
             streamed += number not in self.hosted
             self._buffer_of[number] = before
 
     def weights(self, number: int) -> MlpWeights:
-        """Returns a layer's weights: views of its buffer, which hold something else until a step has copied them."""
+        """Returns a layer's weights as views of its buffer. They are invalid until a step has copied the layer."""
         layer, buffer = self.layers[number], self._buffers[self._buffer_of[number]]
         first = layer.memory.data_ptr()
         gate, up, down = (_view(part, buffer, _data(part).data_ptr() - first) for part in layer.parts)
         return MlpWeights(_joined(gate, up), down, ExpertPool(self, number, 1, layer.memory.nbytes))
 
     def pools(self, layers: int) -> list[ExpertPool | None]:
-        """Returns what a model of so many layers has in place of the feed-forwards."""
+        """Returns a model's feed-forwards by layer: an `ExpertPool` if it is in host memory, else None."""
         return [ExpertPool(self, number, 1, self.layers[number].memory.nbytes) if number in self.layers else None
                 for number in range(layers)]
 
@@ -177,17 +177,17 @@ class LayerStore:
         return self._buffer_of[number]
 
     def copy(self, number: int) -> None:
-        """Copies a layer to its buffer, in the current stream."""
+        """Copies a layer to its buffer in the current stream."""
         memory = self.layers[number].memory
         self._buffers[self._buffer_of[number], :memory.nbytes].copy_(memory, non_blocking=True)
 
     def fence(self) -> None:
-        """Launches a kernel of torch, in the current stream: ours may start before those ahead of them have ended, but
-        not before this one, which waits for everything."""
+        """Launches one of torch's kernels in the current stream. It waits for all earlier work. Without it, deltic's
+        kernels could start before earlier ones have ended."""
         self._fence.zero_()
 
     def copy_rate(self) -> float:
-        """Measures bytes a second of copies of a layer to the card."""
+        """Measures the rate of copies of a layer to the card, in bytes per second."""
         memory, seconds = next(iter(self.layers.values())).memory, 0.0
         for _ in range(2):  # the first pass warms up the copy engine
             began = self._now()
@@ -197,28 +197,28 @@ class LayerStore:
         return BUFFERS * memory.nbytes / seconds
 
     def _now(self) -> float:
-        """The time at which the device has done everything."""
+        """Waits for all work of the device and returns the time."""
         if self.copies:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
     def begin_step(self) -> None:
-        """Call it before each step."""
+        """Wakes the host's threads. Call this before each step."""
         if self.host:
             self.host.cpu_experts.wake()
 
     def stream(self, few: bool) -> LayerStream:
-        """Begins a step's copies. few: the host computes its layers."""
+        """Starts a step's copies. few: the host computes its layers, which are not copied."""
         return LayerStream(self, [number for number in self.layers if not (few and number in self.hosted)])
 
     def close(self) -> None:
-        """Stops the host's threads. Call it after the last step."""
+        """Stops the host's threads. Call this after the last step."""
         if self.host:
             self.host.cpu_experts.close()
 
 
 def _joined(gate: Block, up: Block) -> Block | tuple[Block, Block]:
-    """Returns gate and up, which lie side by side, as one matrix if they have the same form."""
+    """Returns gate and up, which are contiguous in memory, as one matrix if they have the same form."""
     if isinstance(gate, Tensor) and isinstance(up, Tensor):
         return gate.as_strided((2 * len(gate), gate.shape[1]), (gate.shape[1], 1))
     assert isinstance(gate, Tiles) and isinstance(up, Tiles)
@@ -229,12 +229,12 @@ def _joined(gate: Block, up: Block) -> Block | tuple[Block, Block]:
 
 
 def used(stream: LayerStream | None, weights: MlpWeights) -> AbstractContextManager[None]:
-    """Marks the kernels that read a feed-forward. stream: of the step, if any layer lies in host memory."""
+    """Context for launching the kernels that read a feed-forward. stream: the step's copies; None: no copies."""
     return stream.use(weights.pool.layer) if stream and weights.pool else nullcontext()
 
 
 class LayerStream:
-    """Copies layers to the card in the order in which a step uses them, each as early as its buffer is free."""
+    """Copies layers to the card in the order in which a step uses them, each as soon as its buffer is free."""
 
     def __init__(self, store: LayerStore, layers: Sequence[int]) -> None:
         self._store, self._waiting = store, deque(layers)
@@ -245,7 +245,7 @@ class LayerStream:
 
     @contextmanager
     def use(self, number: int) -> Iterator[None]:
-        """Marks the kernels that read a layer."""
+        """Context for launching the kernels that read a layer. Waits for the copy, and frees the buffer at the end."""
         if self._main:
             self._main.wait_event(self._copied.pop(number))
             self._store.fence()
@@ -254,14 +254,14 @@ class LayerStream:
         self._copy_ahead()
 
     def _copy_ahead(self) -> None:
-        """Starts the copies whose buffers are free once everything that was launched so far is done."""
+        """Starts the copies to free buffers. They wait for everything that was launched so far."""
         store, copies = self._store, self._store.copies
         ready = list[int]()
         while self._waiting and store.buffer_of(self._waiting[0]) not in self._taken:
             ready.append(self._waiting.popleft())
             self._taken.add(store.buffer_of(ready[-1]))
         if not ready:
-            return  # a stream that waits for nothing more could not be part of a recorded graph
+            return  # a recorded graph cannot contain a wait of the copy stream that no copy follows
         if not copies or not self._main:
             for number in ready:
                 store.copy(number)

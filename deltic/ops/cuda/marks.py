@@ -1,4 +1,4 @@
-"""Empty kernels that mark places in a stream for a profiler, and the operators of kernels by their names."""
+"""Empty kernels that mark places in a stream for a profiler, and the mapping from kernel names to operators."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ OPERATORS = {
     "products": r"k_(gate|unpack)|product_|packed_|.*(gemm|gemv|cutlass|cublas|nvjet|splitK|wgmma)",
     "copies": r"Memcpy|Memset",
 }
-"""Patterns of kernel names, ours and torch's, by operator. Matrix products of all operators are `products`: their names
-do not tell which."""
+"""Patterns of the names of deltic's and torch's kernels, by operator. Matrix products of all operators are `products`,
+because their names do not contain the operator."""
 
 
 class _Mark(KernelArguments):
@@ -34,18 +34,18 @@ class _Mark(KernelArguments):
 
 
 class Marks:
-    """Marks in the current stream of a device."""
+    """Launches marks in the current stream of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._module, self._arguments = Module(_SOURCE, device), _Mark(unused=0)
 
     def put(self, name: str) -> None:
-        """Marks the place; name: one of `NAMES`."""
+        """Marks the current place in the stream. name: one of `NAMES`."""
         self._module.launch(_PREFIX + name, (1,), 32, self._arguments, overlap=False)
 
 
 def mark_of(kernel: str) -> str | None:
-    """Returns the name of a mark; None for other kernels."""
+    """Returns a mark's name from the name of its kernel; None for other kernels."""
     return kernel.removeprefix(_PREFIX) if kernel.startswith(_PREFIX) else None
 
 

@@ -1,5 +1,5 @@
-"""Mixtures of experts in bfloat16: kernels, addresses of experts, and launches for few tokens (gemv) and many
-(gemm)."""
+"""Mixtures of experts in bfloat16: kernel sources, addresses of the experts, and launches for few tokens (gemv) and
+for many (gemm)."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ from deltic.ops.slices import SLICES, slice_ends
 from deltic.ops.types import ExpertPool, MlpWeights, MoeWeights, Weight
 
 GATE_SHARED_BYTES, DOWN_SHARED_BYTES = 115 << 10, 98 << 10
-"""Shared memory of the blocks of both products, which then fit on a multiprocessor together."""
+"""Shared memory of a block of each product. Blocks of both products then fit on a multiprocessor together."""
 _MOST_EXPERTS, _MOST_CHOSEN = 1024, 64
 _STAGES = {16: 5, 32: 5, 64: 4, 128: 4}
-"""Stages of the pipeline, by tokens of a tile; fewer where a block has less shared memory."""
+"""Stages of the grouped products' pipeline by tokens per tile. Blocks with less shared memory have fewer stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsShape:
-    """The shape for which the kernels are made.
+    """The shape of a mixture-of-experts layer for which the kernels are compiled.
 
-    count: experts of `size` rows. A token uses `per_token` of them. shared: one more of the same size for all
-        tokens.
-    normalised: as in `MoeWeights`. host: for few tokens the host computes some of them. shards: devices over which they
-        are split.
+    count: number of experts, with `size` rows each. per_token: experts that a token uses.
+    shared: True with a shared expert of the same size for all tokens. normalised: as in `MoeWeights`.
+    host: the host computes some experts of few tokens. shards: devices over which the experts are split.
     """
 
     hidden: int
@@ -56,12 +55,12 @@ class ExpertsShape:
 
     @property
     def experts_per_token(self) -> int:
-        """Experts that a token passes, the shared one included."""
+        """Experts that a token uses, including the shared expert."""
         return self.per_token + self.shared
 
     @property
     def groups_shared(self) -> bool:
-        """True if the kernels for many tokens serve the shared expert too, which other devices have no columns of."""
+        """True if the kernels for many tokens also serve the shared expert, because it is not split over devices."""
         return self.shared and self.shards == 1
 
     @property
@@ -71,16 +70,16 @@ class ExpertsShape:
 
     @property
     def fits_blocks(self) -> bool:
-        """True if the matrices are whole units of the kernels."""
+        """True if the matrices consist of whole units of the kernels."""
         return self.hidden % 64 == 0 and self.size % 8 == 0
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The kernel files of these kernels, which follow those of products."""
+        """The kernel files of the experts. They are included after those of the products."""
         return "experts", "grouped", *["beside"] * self.host
 
     def joined(self, other: ExpertsShape) -> ExpertsShape | None:
-        """Returns the shape whose kernels serve layers of both shapes; None if there is none."""
+        """Returns a shape with kernels for the layers of both shapes; None if there is none."""
         return self if self == other else None
 
     @property
@@ -98,7 +97,7 @@ class ExpertsShape:
 
     @property
     def most(self) -> int:
-        """Tokens whose input fits in a block's shared memory."""
+        """Largest number of tokens with an input that fits in a block's shared memory."""
         room = self.card.max_shared_bytes
         tokens = takewhile(lambda tokens: self._few_bytes(tokens) <= room, range(1, MAX_GEMV_TOKENS + 1))
         return max(tokens, default=0)
@@ -107,7 +106,7 @@ class ExpertsShape:
         return max(self.gate_plan(tokens, 1)[2], self.down_plan(tokens, 1)[1])
 
     def gate_plan(self, tokens: int, blocks: int) -> tuple[int, int, int]:
-        """Returns units between two sums, slots of the ring, bytes of shared memory."""
+        """Returns the units between two sums, the slots of the ring, and the bytes of shared memory of a gate block."""
         units = -(-(min(self.count, tokens * self.per_token) + self.shared) * (self.size // 4) // blocks)
         group = max(1, min(self.card.sum_bytes // (WARPS * 8 * 4 * tokens), units))
         fixed = self.ring_offset + 2 * self.hidden * tokens + 2 * group * WARPS * 8 * 4 * tokens
@@ -115,7 +114,7 @@ class ExpertsShape:
         return group, slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * 16 * self.hidden)
 
     def down_plan(self, tokens: int, blocks: int) -> tuple[int, int]:
-        """Returns slots of the ring and bytes of shared memory."""
+        """Returns the slots of the ring and the bytes of shared memory of a block of the down product."""
         experts = min(self.count, tokens * self.per_token) + self.shared
         slot = -(-(32 * self.size + tokens * (-(-self.size // 64) * 128 + 64)) // 128) * 128
         sums = (SLICES * self.shared + WARPS * parts_at_once(tokens)) * 16 * 4 * tokens
@@ -126,7 +125,7 @@ class ExpertsShape:
 
     @property
     def template_args(self) -> str:
-        """Template arguments for the number of experts."""
+        """Template arguments for the numbers of experts."""
         return f"{self.count}, {self.per_token}, {cpp_bool(self.shared)}"
 
     def entries(self) -> Iterator[str]:
@@ -135,7 +134,7 @@ class ExpertsShape:
         yield from self.grouped_entries()
 
     def gemv_entries(self) -> Iterator[str]:
-        """Yields the sources of kernels for few tokens."""
+        """Yields the sources of the kernels for few tokens."""
         few = f"{self.hidden}, {self.size}, {self.template_args}, {cpp_bool(self.normalised)}"
         absent = ", true" * (self.host or self.shards > 1)
         resident = self.card.resident(TWO_BLOCKS_SHARED_BYTES)
@@ -147,7 +146,7 @@ class ExpertsShape:
             yield from host_entries(f"{self.hidden}, {self.template_args}, {cpp_bool(self.normalised)}")
 
     def grouped_entries(self) -> Iterator[str]:
-        """Yields the sources of kernels for many tokens."""
+        """Yields the sources of the kernels for many tokens."""
         experts = f"{self.count}, {self.per_token}, {cpp_bool(self.groups_shared)}"
         yield entry("route", "Route", "256", f"route<{experts}, {cpp_bool(self.normalised)}>")
         yield entry("group", "Group", "1024", f"group<{experts}>")
@@ -160,14 +159,14 @@ class ExpertsShape:
 
 
 def host_entries(arguments: str) -> Iterator[str]:
-    """Yields the sources of the kernels that ask the host. arguments: template arguments of `ask_host`."""
+    """Yields the sources of the kernels that request host compute. arguments: template arguments of `ask_host`."""
     yield entry("ask_host", "AskHost", f"{WARPS * 32 + 32}", f"ask_host<{arguments}>")
     yield entry("add_host", "AddHost", "256", "add_host")
 
 
 def shape_of(weights: MoeWeights) -> ExpertsShape | None:
-    """Returns the shape of a layer; None if the kernels do not know it (dtype, size of the shared expert,
-    quantized)."""
+    """Returns the shape of a layer; None if the kernels do not support it (dtype, size of the shared expert, or
+    quantized experts)."""
     shared, store, router = weights.shared is not None, _store(weights), weights.router
     if not isinstance(router, Tensor):
         return None
@@ -188,7 +187,7 @@ def shape_of(weights: MoeWeights) -> ExpertsShape | None:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTable:
-    """at: addresses of all experts' matrices. router [n, H]: padded to a multiple of 8 rows."""
+    """A layer's experts. at: addresses of their matrices. router [n, H]: padded to a multiple of 8 rows."""
 
     at: ExpertAddresses
     router: Tensor
@@ -196,8 +195,8 @@ class ExpertTable:
 
 @dataclass(frozen=True, slots=True)
 class RealTokens:
-    """The tokens that are no padding: those of the first `count` [1] rows; starts [R + 1]: where rows begin, both
-    int64. None: all tokens are real."""
+    """The tokens of a batch without padding. count [1] int64: number of rows that are no padding. starts [R + 1] int64:
+    first token of each row. None: all tokens are real."""
 
     count: Tensor | None
     starts: Tensor | None
@@ -207,15 +206,15 @@ ALL_REAL = RealTokens(None, None)
 
 
 class MoeOp:
-    """The mixtures of a model's layers.
+    """Computes the mixtures of a model's layers.
 
-    max_gemv_tokens: with up to so many tokens several calls of `gemv_rows` are faster than `gemm_rows`.
-    tokens_at_once: tokens that a launch for few tokens multiplies, at most.
+    max_gemv_tokens: largest number of tokens for which several passes of `gemv_rows` are faster than `gemm_rows`.
+    tokens_at_once: largest number of tokens of one pass of `gemv_rows`.
     """
 
     max_gemv_tokens = 0
     ahead = 8
-    """Steps of the first product that are prefetched during routing if nearly all experts are used."""
+    """Steps of the first product with weights that are prefetched during routing if nearly all experts are used."""
 
     def __init__(self, module: Module, shape: ExpertsShape, layers: Iterable[MoeWeights], blocks: int) -> None:
         """blocks: multiprocessors of the card."""
@@ -229,13 +228,13 @@ class MoeOp:
         return ExpertTable(_addresses(weights, self._module.device), filled_router(weights))
 
     def prepare(self, weights: MoeWeights) -> None:
-        """Called when `_counts`, the tokens of each expert of the layer, is known, before `grouped.cuh` reads the
-        experts."""
+        """Prepares the experts' matrices for the grouped products. Called when `_counts`, the tokens of each expert of
+        the layer, is known."""
 
     def gemv_rows(self, weights: MoeWeights, residual: Tensor, scale: Tensor, eps: float, logits: Tensor,
                   real: RealTokens = ALL_REAL, y: Tensor | None = None) -> None:
-        """Adds the mixture of few tokens to the residual [T, H] float32. scale [H]: of the norm before it. logits
-        [T, n] float32: of the router. y [T, H] float32: where one of several devices writes its part."""
+        """Adds the mixture of few tokens to the residual [T, H] float32. scale [H]: scale of the norm before it. logits
+        [T, n] float32: the router's output. y [T, H] float32: receives the device's part, if there are several."""
         for first in range(0, len(residual), self.tokens_at_once):
             part = slice(first, first + self.tokens_at_once)
             x, own = residual[part], logits[part]
@@ -251,8 +250,8 @@ class MoeOp:
 
     def _launch_gemv(self, weights: MoeWeights, y: Tensor, gated: Tensor, gate: dict[str, Any],
                      down: dict[str, Any]) -> None:
-        """Launches both products of tokens that fit in shared memory. y: the residual, or a device's part. gate, down:
-        arguments that all formats have."""
+        """Launches both products for tokens that fit in shared memory. y: the residual, or a device's part. gate, down:
+        arguments that the kernels of all formats have in common."""
         table, tokens, threads = self._tables[id(weights)], len(y), WARPS * 32 + 32
         shared, count = _shared_columns(weights) or self._shape.size, self._shape.count
         (group, slots, bytes), (down_slots, down_bytes) = self._plans[tokens]
@@ -272,8 +271,8 @@ class MoeOp:
 
     def gemm_rows(self, weights: MoeWeights, x: Tensor, real: RealTokens = ALL_REAL, shared: Tensor | None = None
                   ) -> Tensor:
-        """Normed hidden states [T, H] bf16 -> the mixture [T, H] bf16; zeros for padding. One of several devices
-        returns the sum over its experts and `shared` [T, H] bf16, its part of the shared one before the gate."""
+        """Returns the mixture [T, H] bf16 of normed hidden states [T, H] bf16; zeros for padding. One of several
+        devices returns the sum over its experts and `shared` [T, H] bf16: its part of the shared expert, not gated."""
         shape, table, tokens = self._shape, self._tables[id(weights)], len(x)
         each, own = shape.per_token + shape.groups_shared, shape.count
         if weights.shards > 1:
@@ -315,18 +314,18 @@ class MoeOp:
 
 
 def _shared_columns(weights: MoeWeights) -> int:
-    """Returns the columns that a device has of a split shared expert; 0 if it is not split, or if there is none."""
+    """Returns the device's number of columns of a split shared expert; 0 if it is not split or does not exist."""
     return _sizes(weights.shared)[1][1] if weights.shared and weights.shards > 1 else 0
 
 
 def first_part(weights: MoeWeights, count: int) -> int:
-    """Returns the number of the device's first part (`ops.slices`). count: of all experts."""
+    """Returns the number of the device's first part (`ops.slices`). count: number of all experts."""
     starts = [0, *slice_ends(count, 1)]
     return next(part for part in range(0, SLICES, SLICES // weights.shards) if starts[part] == weights.first)
 
 
 def _store(weights: MoeWeights) -> PinnedExpertStore | None:
-    """Returns the store of experts that are not all on the card, in bfloat16."""
+    """Returns the store of bfloat16 experts that are partly in host memory; None if there is no such store."""
     store = weights.experts.store if isinstance(weights.experts, ExpertPool) else None
     return store if isinstance(store, PinnedExpertStore) else None
 
@@ -335,14 +334,14 @@ def _addresses(weights: MoeWeights, device: torch.device) -> ExpertAddresses:
     pairs, store = [_both(part) for part in weights.parts], _store(weights)
     if store and isinstance(weights.experts, ExpertPool):
         return store.addresses(weights.experts.layer, pairs[0] if pairs else None)
-    if weights.shards > 1:  # experts of other devices lie nowhere
+    if weights.shards > 1:  # pointers of other devices' experts are null
         count, own = len(weights.router) - (weights.shared is not None), len(weights.experts)
         tables, maps = list[Tensor](), list[Tensor]()
         for index in range(2):
             found = [pair[index].data_ptr() for pair in pairs]
             rest = [0] * (count - weights.first - own)
             tables.append(torch.tensor([*[0] * weights.first, *found[:own], *rest, *found[own:]], device=device))
-            # no tile is of an expert without a map
+            # experts without a map have no tiles
             maps.append(torch.zeros(count, 128, dtype=torch.uint8, device=device))
             maps[-1][weights.first:weights.first + own] = maps_of([pair[index] for pair in pairs[:own]], index)
         return ExpertAddresses(tables[0], tables[1], maps[0], maps[1], None)
@@ -352,8 +351,8 @@ def _addresses(weights: MoeWeights, device: torch.device) -> ExpertAddresses:
 
 
 def maps_of(matrices: Iterable[Tensor], index: int) -> Tensor:
-    """Returns descriptors for the tensor memory accelerator, uint8 [n, 128], on the matrices' device. index: 0 for
-    gate_up, 1 for down matrices."""
+    """Returns the matrices' descriptors for the tensor memory accelerator, uint8 [n, 128], on their device. index: 0
+    for gate_up, 1 for down matrices."""
     maps, device = bytearray(), torch.device("cpu")
     for matrix in matrices:
         maps += tensor_map(matrix, BOX_ROWS[index], BOX_COLUMNS)
@@ -392,14 +391,14 @@ def _sizes(part: MlpWeights) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def parts_at_once(tokens: int) -> int:
-    """Returns the parts of the mixture (`ops.slices`) whose sums the threads of a block make at once."""
+    """Returns the number of parts of the mixture (`ops.slices`) that the threads of a block sum at once."""
     return min(SLICES, 1 << (WARPS * 32 // (16 * tokens)).bit_length() - 1)
 
 
 def ring_slots(fixed: int, slot: int, beside: int, items: int, card: Card, tokens: int) -> int:
-    """Returns the slots of a ring: at least three within the budget that leaves room for the next kernel's block, or as
-    many as all shared memory holds; one if a token's block has room for no more. fixed: bytes of the block besides the
-    ring."""
+    """Returns the number of slots of a ring. It leaves the next kernel's block its room if at least three slots fit
+    beside it; otherwise the ring may take all shared memory. At least two slots, or one if a single token's block has
+    no room for two. fixed: bytes of the block besides the ring. beside: bytes of the block beside the next kernel's."""
     shared = card.max_shared_bytes
     few, most = (min(beside, shared) - fixed) // slot, (shared - fixed) // slot
     least = 1 if tokens == most == 1 else 2
@@ -407,12 +406,12 @@ def ring_slots(fixed: int, slot: int, beside: int, items: int, card: Card, token
 
 
 def _tile(average: float) -> int:
-    """Tokens of a tile; so many that few experts have more than one tile. average: tokens of an expert."""
+    """Returns the tokens per tile, chosen so that few experts have more than one tile. average: tokens per expert."""
     return 16 if average <= 10 else 32 if average <= 24 else 64 if average <= 64 else 128
 
 
 def _stages(card: Card, tile: int) -> tuple[int, int]:
-    """Returns stages of the pipeline, and blocks on a multiprocessor."""
+    """Returns the stages of the pipeline, and the blocks per multiprocessor."""
     for resident in (2, 1) if tile < 128 else (1,):
         fit = ((card.shared_memory + 1024) // resident - 2048) // _stage_bytes(tile)
         if fit >= 2:
@@ -425,7 +424,7 @@ def _stage_bytes(tile: int) -> int:
 
 
 def tile_bytes(card: Card, tile: int) -> int:
-    """Bytes of shared memory of a block of a grouped product. tile: as in `_STAGES`."""
+    """Returns the bytes of shared memory of a block of a grouped product. tile: as in `_STAGES`."""
     return 1024 + _stages(card, tile)[0] * _stage_bytes(tile)
 
 

@@ -1,8 +1,8 @@
-"""A draft head by our own kernels: its K/V after every step, and all drafts of a step as one CUDA graph, which starts
-from the model's draws without waiting for the host.
+"""The MTP draft head with deltic's kernels: its K/V after every step, and all drafts of a step as one CUDA graph, which
+starts from the model's drawn tokens and does not wait for the host.
 
-Several devices have the head's K/V heads and its feed-forward in parts, all else whole. Each draws the same drafts by
-itself, from the same numbers, so that only the sums of the layer are exchanged.
+The K/V heads and the feed-forward of the head are split over several devices; each device has everything else as a
+whole. Each draws the same drafts from the same numbers, so that only the sums of the layer are exchanged.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from deltic.ops.types import (
 )
 
 MAX_KEPT_TOKENS = 1024
-"""Tokens of a step whose hidden states are kept, at most."""
+"""Largest number of tokens of a step for which hidden states are kept."""
 
 
 def mtp_step(ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) -> MtpStep | None:
-    """Returns None if the kernels do not know the head or the rest of the model: torch then serves it."""
+    """Returns the draft head's step; None if the kernels do not support the head or the rest of the model."""
     heads = draft_heads(ops, [weights], [views], [slots], _no_exchange)
     return heads.step if heads else None
 
 
 def draft_heads(ops: Ops, weights: Sequence[MtpWeights], views: Sequence[CacheViews], slots: Sequence[Tensor],
                 exchange: PartExchange) -> DraftHeads | None:
-    """As `mtp_step`, on several devices. exchange: the one of their steps."""
+    """Returns the draft head on several devices, or None like `mtp_step`. exchange: as in the devices' steps."""
     heads = list[MtpHeadOp]()
     for own, cache, hidden in zip(weights, views, slots, strict=True):
         head = _head(ops, own, CacheViews(cache.kv, ()), hidden)
@@ -62,7 +62,7 @@ def _head(ops: Ops, weights: MtpWeights, kv: CacheViews, slots: Tensor) -> MtpHe
     if not slots.is_cuda or why_not(ops, decoder, kv):
         return None
     keys_values = _keys_values(decoder, weights)
-    # further products: embedding and hidden state joined, and keys and values alone
+    # further products: of embedding and hidden state joined, and for keys and values alone
     shapes = shapes_of(decoder, kv, ((weights.fc, False), (keys_values, True)))
     if shapes is None or shapes.attention is None:
         return None
@@ -76,7 +76,7 @@ def _no_exchange(parts: Sequence[PartialSum]) -> None:
 
 
 def source(shapes: Shapes, hidden: int) -> str:
-    """Returns the CUDA source of the kernels that a head needs besides a layer's. hidden: size of its hidden states."""
+    """Returns the CUDA source of a head's kernels besides those of its layer. hidden: size of its hidden states."""
     assert shapes.attention
     text = [headers("kv", "attention", "draft")]
     text += [entry("head_enter", "HeadEnter", "256", f"head_enter<{hidden}>"),
@@ -88,7 +88,7 @@ def source(shapes: Shapes, hidden: int) -> str:
 
 
 def _as_decoder(weights: MtpWeights) -> DecoderWeights:
-    """Returns the head's layer as a model of one layer, with joined projections if all of them are plain."""
+    """Returns the head as a model of one layer. Its projections are joined if all of them are plain tensors."""
     mixer = weights.layer.mixer
     assert isinstance(mixer, AttentionWeights)
     layer = replace(weights.layer, mixer=replace(mixer, qkv=_joined(mixer.qkv)))
@@ -101,7 +101,7 @@ def _joined(weight: Weight) -> Weight:
 
 
 def _keys_values(decoder: DecoderWeights, weights: MtpWeights) -> Weight:
-    """Returns the rows k, v of the projections; of a plain matrix a view."""
+    """Returns the K and V rows of the projections; a view if the matrix is a plain tensor."""
     mixer = decoder.layers[0].mixer
     assert isinstance(mixer, AttentionWeights)
     return mixer.qkv[-2 * mixer.spec.kv:] if isinstance(mixer.qkv, Tensor) else weights.kv
@@ -125,7 +125,7 @@ class MtpHeadOp:
         self.last = torch.zeros(MAX_KEPT_TOKENS, self._size, device=slots.device)
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
-        """As `MtpStep.follow`."""
+        """Implements `MtpStep.follow`."""
         tokens = batch.layout.tokens
         if batch.count is None:
             batch = replace(batch, count=torch.full((1,), batch.layout.rows, device=self.device))
@@ -155,7 +155,7 @@ class MtpHeadOp:
 
     def accept(self, batch: Batch, drafts: _Drafts, chosen: Tensor | None, keys: Tensor, temperature: Tensor,
                width: int) -> None:
-        """Writes the numbers of the drafts that follow a step. width: of the keys of a row."""
+        """Compares drawn tokens with a step's drafts and writes the input of the next drafts. width: keys of a row."""
         padded = batch.padded
         assert padded is not None
         self._module.launch("k_accept", (padded.rows,), 256, args.AcceptArgs(
@@ -165,7 +165,7 @@ class MtpHeadOp:
             drafts=drafts.outputs[0].drafts, width=batch.pages.shape[1], key_width=width), overlap=False)
 
     def drafts(self, numbers: Tensor, rows: int, pages: int, tokens: Tensor) -> Shared[None]:
-        """Launches the drafts of a bucket. tokens [drafts, 2, rows]: receives them."""
+        """Launches the drafts of a bucket. tokens [drafts, 2, rows]: receives the results of `choose`."""
         most = len(tokens)
         count, ids, starts, source, each, temperature, taken, table = numbers.split(_sizes(rows, pages, most))
         x = torch.empty(rows, 2 * self._size, dtype=torch.bfloat16, device=self.device)
@@ -182,9 +182,9 @@ class MtpHeadOp:
 
     def _enter(self, batch: Batch, x: Tensor, turns: Tensor, hidden: Tensor, last: Tensor | None = None,
                taken: Tensor | None = None, goes_on: bool = False) -> None:
-        """Writes the head's input x [T, 2 H] bf16 from tokens and the hidden states before them. taken [R]: the tokens
-        of the last step whose hidden states the rows' slots get first, or -1. goes_on: the hidden states are the head's
-        own output for the tokens before."""
+        """Writes the head's input x [T, 2 H] bf16 from tokens and the hidden states before them. taken [R]: tokens of
+        the last step, or -1; their hidden states are first copied to the rows' slots. goes_on: the hidden states are
+        the head's own output for the preceding tokens."""
         weights, tokens = self._weights, batch.layout.tokens
         embedding, embedded = weights.embedding, None
         if not isinstance(embedding, Tensor):  # the kernel of the model's steps reads its tiles
@@ -203,10 +203,10 @@ class MtpHeadOp:
 
 @dataclass(frozen=True, slots=True)
 class _Drafts:
-    """The recorded drafts of a bucket.
+    """The recorded drafts of a bucket. All fields but `accepted` have one element per device.
 
-    Of each device: numbers: its graph's input, laid out as in kernels/draft.cuh; outputs: what the graph writes, but
-    for tokens and positions that drafts follow, which the first device's `accept` writes: `accepted`.
+    numbers: input of the graph, laid out as in kernels/draft.cuh. outputs: results of the graph. accepted: the tokens
+    and positions that the drafts follow, the part of the first device's output that its `accept` writes.
     """
 
     numbers: tuple[Tensor, ...]
@@ -226,23 +226,23 @@ class DraftHeads:
 
     @property
     def step(self) -> MtpStep:
-        """With `follow` of the first device."""
+        """The draft head as an `MtpStep`, with `follow` of the first device."""
         first = self._heads[0]
         return MtpStep(first.follow, self.draft, self.draft_ahead, self.record, first.last)
 
     def follow(self, rank: int, batch: Batch, hidden: Tensor) -> None:
-        """As `MtpStep.follow`, on one device, which is torch's current one."""
+        """Implements `MtpStep.follow` on one device, which must be torch's current device."""
         self._heads[rank].follow(batch, hidden)
 
     def draft(self, batch: Batch, counts: Tensor, sampling: Sampling) -> Tensor:
-        """As `MtpStep.draft`. The result is valid until the next drafts. Ignores filters and penalties."""
+        """Implements `MtpStep.draft`. The result is valid until the next drafts. Ignores filters and penalties."""
         rows = batch.layout.rows
         most = len(sampling.key) // rows
         drafted = self._run(batch, most, None, sampling.key, sampling.temperature, most)
         return _tokens(drafted)[:, 0, :rows].t()
 
     def draft_ahead(self, batch: Batch, most: int, chosen: Tensor, keys: Tensor, temperature: Tensor) -> Drafted:
-        """As `MtpStep.draft_ahead`, for a step that had a bucket."""
+        """Implements `MtpStep.draft_ahead` for a step that had a bucket."""
         return self._run(batch, most, chosen, keys, temperature, keys.shape[1])
 
     def record(self, rows: int, pages: int, most: int) -> None:
@@ -286,8 +286,8 @@ class DraftHeads:
 
 
 def _sizes(rows: int, pages: int, drafts: int) -> list[int]:
-    """Sizes of the numbers of a bucket's drafts: count, ids, starts, source; positions, done and keys of each draft;
-    temperature, taken and pages."""
+    """Returns the sizes of the parts of a bucket's input: count, ids, starts, source; positions, done and keys of each
+    draft; temperature, taken and pages."""
     return [1, rows, rows + 1, rows, 5 * rows * drafts, rows, rows, rows * pages]
 
 
@@ -298,7 +298,7 @@ def _tokens(drafted: Drafted) -> Tensor:
 
 def _batch(count: Tensor, ids: Tensor, positions: Tensor, starts: Tensor, done: Tensor, source: Tensor, pages: Tensor
            ) -> Batch:
-    """Returns rows of one token, without states."""
+    """Returns a batch of rows with one token each, without states."""
     rows, none = len(ids), ids[:0]
     return Batch(
         layout=Layout((1,) * rows, (1,) * rows, rows, rows),

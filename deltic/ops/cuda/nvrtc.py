@@ -1,6 +1,6 @@
-"""NVRTC, which torch's packages bring along, in processes: it compiles one program at a time in each.
+"""Compiles with NVRTC, which torch's packages contain, in child processes: a process compiles one program at a time.
 
-A child runs this file alone, without torch: `nvrtc.py LIBRARY ARCHITECTURE`, the source on standard input.
+A child runs this file alone, without torch: `nvrtc.py LIBRARY ARCHITECTURE`, with the source on standard input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class CompileError(Exception):
 
 @cache
 def library() -> ctypes.CDLL:
-    """Returns NVRTC of the package that torch depends on, or of a CUDA toolkit."""
+    """Returns the NVRTC library of the package that torch depends on, or of a CUDA toolkit."""
     found = sorted(path for entry in sys.path for path in Path(entry or ".").glob("nvidia/*/lib/libnvrtc.so.*"))
     for name in (*map(str, reversed(found)), "libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"):
         try:
@@ -34,7 +34,7 @@ def library() -> ctypes.CDLL:
 
 def _opened(name: str) -> ctypes.CDLL:
     for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*") if "/" in name else ():
-        ctypes.CDLL(str(builtins))  # NVRTC 13.0 opens it by its name and does not look in its own directory
+        ctypes.CDLL(str(builtins))  # NVRTC 13.0 opens this library by name, without a search in its own directory
     return ctypes.CDLL(name)
 
 
@@ -45,7 +45,7 @@ def version() -> str:
 
 
 def compile_all(sources: Sequence[str], architecture: str) -> list[bytes]:
-    """Returns the machine code of each source, or its text, as `compile_here`. Compiles as many at once as there are
+    """Returns the machine code or PTX of each source, as `compile_here`. Compiles as many sources at once as there are
     processors."""
     if len(sources) < 2:
         return [compile_here(library(), source, architecture) for source in sources]
@@ -54,8 +54,8 @@ def compile_all(sources: Sequence[str], architecture: str) -> list[bytes]:
 
 
 def _compile_apart(source: str, architecture: str) -> bytes:
-    """As `compile_here`, in another process."""
-    # -P: no file of this directory takes the place of one of Python's modules
+    """Runs `compile_here` in another process."""
+    # -P: files of this directory do not replace modules of Python's library
     command = [sys.executable, "-P", __file__, library()._name, architecture]
     try:
         ended = subprocess.run(command, input=source.encode(), capture_output=True, check=False)
@@ -67,8 +67,8 @@ def _compile_apart(source: str, architecture: str) -> bytes:
 
 
 def compile_here(nvrtc: ctypes.CDLL, source: str, architecture: str) -> bytes:
-    """Returns machine code for `architecture` (sm_90, ...), or text for one (compute_90, ...) that the driver compiles
-    further."""
+    """Returns machine code for an architecture such as sm_90, or PTX for one such as compute_90, which the driver then
+    compiles."""
     program, size = c_void_p(), c_size_t()
     _check(nvrtc.nvrtcCreateProgram(byref(program), source.encode(), b"deltic.cu", 0, None, None))
     try:

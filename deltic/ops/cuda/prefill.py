@@ -1,8 +1,8 @@
-"""Prefill steps on a GPU: linear layers by cuBLAS, attention by torch's flash kernels or cuDNN, the rest by our own.
+"""Prefill steps on a GPU: cuBLAS for linear layers, torch's flash kernels or cuDNN for attention, else own kernels.
 
-cuDNN's attention is twice as fast in long contexts, but is built for given lengths (37 ms each) and knows no cached
-prefix: a large row's attention is computed in parts, its own tokens and what precedes them in pieces of few lengths,
-joined afterwards.
+cuDNN's attention is twice as fast in long contexts. But it builds a kernel per pair of lengths (37 ms each), and does
+not support a cached prefix. Therefore the attention of a large row is computed in parts: to its own tokens, and to the
+preceding ones in pieces of a few fixed lengths. The parts are then joined.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deltic")
 _LARGE = 1 << 22
-"""Tokens times context from which on cuDNN serves a row by itself."""
+"""Least product of tokens and context for which cuDNN serves a row alone."""
 _LONG = 1024
-"""Tokens that such a row has at least."""
+"""Least number of tokens of such a row."""
 PREFIX_GRAIN = 1024
-"""The prefix part of such a row is cut into pieces of so many tokens times a power of two: cuDNN builds a kernel for
+"""The prefix of such a row is cut into pieces of this length times a power of two, because cuDNN builds a kernel for
 each length."""
 _PREPARED = 4
-"""Prefix pieces, in grains, and sides of squares behind them, for which kernels are built before the first request."""
+"""Largest prefix pieces, in grains, and largest squares behind them for which kernels are built at startup."""
 MOST_TOKENS = 65535
-"""Tokens of a step: blocks of a grid's second axis."""
+"""Largest number of tokens of a step: CUDA's limit for a grid's second axis."""
 _LINE, _STAGES = 72, 3
-"""As in kernels/delta.cuh."""
+"""Floats per line of a matrix, and stages of the scan's ring, as in kernels/delta.cuh."""
 
 
 # Attention
@@ -64,11 +64,11 @@ _LINE, _STAGES = 72, 3
 
 @dataclass(frozen=True, slots=True)
 class CausalSquare:
-    """How cuDNN serves a large row.
+    """Split of a large row's attention for cuDNN.
 
-    prefix: leading cached tokens, a multiple of PREFIX_GRAIN, that all queries read.
-    before: the other cached tokens, which precede the row's own in a causal square.
-    side: of that square, rounded up.
+    prefix: number of leading cached tokens that all queries read, a multiple of PREFIX_GRAIN.
+    before: number of the other cached tokens, which precede the row's own tokens in a causal square.
+    side: side of that square in tokens, rounded up.
     """
 
     prefix: int
@@ -78,11 +78,11 @@ class CausalSquare:
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Neighbouring rows that one call serves.
+    """Neighbouring rows that share one call of attention.
 
-    first: their first token. tokens: of all rows. longest, context: largest chunk and context of a row.
-    places [sum of contexts] int64: flat K/V indices. queries, keys [rows + 1] int32: where each row begins.
-    square: of the only row, if it is large; places then covers prefix and square and repeats its last entry.
+    first: index of their first token. tokens: their number of tokens. longest, context: a row's largest chunk, context.
+    places [sum of contexts] int64: flat K/V indices. queries, keys [rows + 1] int32: starts of the rows among them.
+    square: split of the only row, if it is large; places then covers prefix and square, and repeats its last entry.
     """
 
     first: int
@@ -97,8 +97,8 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParts:
-    """own, prefix [n, heads, D] bfloat16: attention to the row's square and to its prefix, to be joined by own_mass,
-    prefix_mass [n, heads] float32, their log-sum-exps. Without a prefix, own is the result."""
+    """Outputs of attention to a row's square and to its prefix: own, prefix [n, heads, D] bfloat16. own_mass,
+    prefix_mass [n, heads] float32: their log-sum-exps, used to join them. Without a prefix, own is the result."""
 
     own: Tensor
     prefix: Tensor | None = None
@@ -116,7 +116,7 @@ def _large(batch: Batch, row: int) -> bool:
 
 
 def _runs(batch: Batch) -> Iterator[tuple[int, int]]:
-    """Cuts the rows of several tokens into runs; a large row is a run of its own."""
+    """Yields first and end of each run of rows with several tokens. A large row is a run of its own."""
     first = batch.layout.decode_rows
     for row in range(first, batch.layout.rows):
         if _large(batch, row):
@@ -132,7 +132,7 @@ def _group(batch: Batch, first: int, end: int) -> AttentionGroup:
     layout, device = batch.layout, batch.done.device
     chunks, lengths = layout.chunks[first:end], layout.contexts[first:end]
     square = _square(chunks[0], lengths[0]) if end == first + 1 and _large(batch, first) else None
-    # computed on the device: nothing to copy, nothing to wait for
+    # computed on the device, without a copy and without waiting
     starts = batch.starts[first:end + 1]
     ends = (batch.done[first:end] + starts[1:] - starts[:-1]).cumsum(0)
     keys = torch.cat((torch.zeros_like(ends[:1]), ends))
@@ -148,23 +148,23 @@ def _group(batch: Batch, first: int, end: int) -> AttentionGroup:
 def _square(tokens: int, context: int) -> CausalSquare:
     before = (context - tokens) % PREFIX_GRAIN
     prefix, side = context - tokens - before, before + tokens
-    # at most an eighth more, and eight kernels for each doubling; fewer sides with prefixes, which have lengths too
+    # adds at most an eighth, with eight kernels per doubling; a row with a prefix gets fewer sides, as pieces vary, too
     grain = max(64, 1 << side.bit_length() - (3 if prefix else 4))
     return CausalSquare(prefix, before, -(-side // grain) * grain)
 
 
 def _pieces(prefix: int) -> list[int]:
-    """Returns the lengths of a prefix's pieces, the longest first."""
+    """Returns the lengths of a prefix's pieces, longest first."""
     grains = prefix // PREFIX_GRAIN
     return [PREFIX_GRAIN << bit for bit in reversed(range(grains.bit_length())) if grains >> bit & 1]
 
 
 class Attend:
-    """Attention of a group's tokens to K/V that are stored already; with int4, of rotated queries to rotated K/V."""
+    """Computes attention of a group's tokens to stored K/V. With int4 K/V, queries and K/V are rotated."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device, module: Module) -> None:
         self._spec, self._module = spec, module
-        # on older cards it knows no large heads, and torch's flash kernels are as fast
+        # on older cards cuDNN does not support large heads, and torch's flash kernels are as fast
         self._cudnn = torch.backends.cudnn.is_available() and card_of(device).capability >= (9, 0)
         if self._cudnn:  # its first call takes a second
             query, keys = (torch.zeros(64, heads, spec.head_dim, dtype=torch.bfloat16, device=device)
@@ -176,8 +176,8 @@ class Attend:
                 self._cudnn = False
 
     def prepare(self, spec: AttentionSpec, device: torch.device, most: int) -> None:
-        """Builds cuDNN's kernels for prompts of up to so many tokens without cached ones, and for their steps if they
-        are read in several. They belong to the thread."""
+        """Builds cuDNN's kernels for prompts of up to `most` tokens without cached tokens, and for their steps if they
+        are prefilled in several. The kernels belong to the calling thread."""
         if not self._cudnn:
             return
         large = max(_LONG, math.isqrt(_LARGE))
@@ -192,15 +192,15 @@ class Attend:
                 _cudnn_attention(query, keys, keys, length == side)
 
     def __call__(self, query: Tensor, kv: KvView, group: AttentionGroup) -> AttentionParts:
-        """query [PREFIX_GRAIN + T + side of the largest square, heads, D] bfloat16; the tokens' queries begin at
-        PREFIX_GRAIN."""
+        """Computes a group's attention. query [PREFIX_GRAIN + T + side of the largest square, heads, D] bfloat16: the
+        tokens' queries begin at PREFIX_GRAIN."""
         begin = PREFIX_GRAIN + group.first
         own_query = query[begin:begin + group.tokens]
         keys, values = (self._gather(pool, name, group.places) for pool, name in (
             (kv.keys, "k_gather_keys"), (kv.values, "k_gather_values")))
         square = group.square if self._cudnn else None
         if square is None and len(group.queries) == 2:
-            # a row alone: torch splits its context among the multiprocessors
+            # for a single row, torch splits the context among the multiprocessors
             rows = (own_query[None], keys[None, :group.context], values[None, :group.context])
             return AttentionParts(torch.ops.aten._flash_attention_forward(
                 *rows, None, None, group.tokens, group.context, 0.0, True, False)[0][0])
@@ -218,8 +218,8 @@ class Attend:
         return AttentionParts(near[own], far, near_mass[own], far_mass)
 
     def _gather(self, pool: Tensor, kernel: str, places: Tensor) -> Tensor:
-        """Returns K or V of these places, [n, kv_heads, D] bfloat16, because torch's flash kernels read nothing else.
-        float8 numbers are the same in bfloat16."""
+        """Returns K or V at these places as [n, kv_heads, D] bfloat16, the only format that torch's flash kernels read.
+        Widening float8 to bfloat16 is exact."""
         if pool.dtype != INT4:
             return take(pool.flatten(0, 1), 0, places).bfloat16()
         count, heads = len(places), self._spec.kv_heads
@@ -230,8 +230,8 @@ class Attend:
 
 
 def _cudnn_attention(query: Tensor, keys: Tensor, values: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """query [n, heads, D] -> outputs [n, heads, D] and log-sum-exps [n, heads] float32. causal: query i reads keys
-    0 .. i; otherwise all read all."""
+    """Returns outputs [n, heads, D] and log-sum-exps [n, heads] float32 of query [n, heads, D]. causal: query i reads
+    keys 0 .. i; otherwise every query reads all keys."""
     q, k, v = (x.transpose(0, 1)[None] for x in (query, keys, values))
     out, mass, *_ = torch.ops.aten._cudnn_attention_forward(q, k, v, None, None, None, q.shape[2], k.shape[2], True,
                                                             0.0, causal, False)
@@ -239,7 +239,7 @@ def _cudnn_attention(query: Tensor, keys: Tensor, values: Tensor, causal: bool) 
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]], own: slice) -> tuple[Tensor, Tensor]:
-    """Joins attention to several pieces, of these rows: outputs and log-sum-exps as of `_cudnn_attention`."""
+    """Joins attention to several pieces for the queries `own`. parts, result: as `_cudnn_attention` returns them."""
     if len(parts) == 1:
         return parts[0][0][own], parts[0][1][own]
     mass = torch.stack([part[own] for _, part in parts]).logsumexp(0)
@@ -253,24 +253,24 @@ def _joined(parts: list[tuple[Tensor, Tensor]], own: slice) -> tuple[Tensor, Ten
 
 
 def terms_bytes(size: int) -> int:
-    """Bytes that one head of a chunk leaves for the scan: two tiles [CHUNK, size], a matrix [CHUNK, CHUNK], bf16."""
+    """Returns the bytes of a chunk's terms for the scan, per head: two [CHUNK, size] and one [CHUNK, CHUNK], bf16."""
     return 2 * CHUNK * size * 2 + CHUNK * CHUNK * 2
 
 
 def terms_shared(size: int) -> int:
-    """Bytes of shared memory of a block of `delta_terms`."""
+    """Returns the bytes of shared memory of a block of `delta_terms`."""
     return 2 * CHUNK * _LINE * 4 + CHUNK * size * 2 + 6 * CHUNK * 4
 
 
 def scan_shared(size: int, card: Card) -> int:
-    """Bytes of shared memory of a block of `delta_scan`: of several chunks, or of one whose gates both groups have."""
+    """Returns the bytes of shared memory of a `delta_scan` block: several chunks, or one chunk with its gates twice."""
     tile, part, gates = CHUNK * size * 2, CHUNK * columns(size) * 2, 4 * CHUNK * 4
     stage = 3 * tile + CHUNK * CHUNK * 2 + part + gates
     return (_STAGES * stage if card.wgmma else stage + gates) + (size // 16 + 4) * 2048 + 64 + 1024
 
 
 def columns(size: int) -> int:
-    """Columns of the state in a block of `delta_scan`."""
+    """Returns the columns of the state in a block of `delta_scan`."""
     return min(size, 64)
 
 
@@ -303,9 +303,9 @@ class PrefillPlan:
     """The geometry of a step, the same in every layer.
 
     decode_rows: the leading rows of one token, as a batch of their own.
-    rows, tokens: of the rows of several tokens, which follow them.
-    count: chunks in all. chunks [count, 2]: row, and first token within the row. firsts [R]: each row's first chunk.
-    groups: of the attention.
+    rows, tokens: number of the rows of several tokens, which follow, and number of their tokens.
+    count: number of chunks. chunks [count, 2]: row, and first token in the row. firsts [R]: each row's first chunk.
+    groups: groups of rows that share a call of attention.
     """
 
     decode_rows: Batch | None
@@ -333,8 +333,8 @@ class _PrefillBuffers:
 
     turns [T, rotary] float32: rotary angles.
     y, core [T * (values or queries)] bf16: outputs of mixers, and of the delta rule before its norm.
-    decode_rows: of the leading rows of one token, as in a decode step; with the same y.
-    stream: copies of feed-forwards from host memory, if there are any.
+    decode_rows: tensors of a decode step for the leading rows of one token, with the same y.
+    stream: copies of feed-forwards from host memory; None if there are none.
     """
 
     batch: Batch
@@ -365,7 +365,7 @@ def plan_of(batch: Batch) -> PrefillPlan:
 
 
 def _decode_rows(batch: Batch) -> Batch:
-    """Returns the leading rows of one token in the form of a bucket."""
+    """Returns the leading rows of one token as a batch like that of a decode bucket."""
     layout, count = batch.layout, batch.layout.decode_rows
     done = batch.done[:count]
     return replace(
@@ -387,7 +387,7 @@ def _decode_rows(batch: Batch) -> Batch:
 
 
 class PrefillStep:
-    """Computes the logits [L, V] of a batch and, if they are wanted, all hidden states [T, H] float32."""
+    """Computes the logits [L, V] of a batch and, if the batch requests them, all hidden states [T, H] float32."""
 
     def __init__(self, step: DecodeStep, shapes: Shapes, device: torch.device) -> None:
         self._step, self._shapes, self._device = step, shapes, device
@@ -395,7 +395,7 @@ class PrefillStep:
         self._attend = Attend(shapes.attention, device, self._module) if shapes.attention else None
 
     def prepare_prompts(self, most: int) -> None:
-        """As `PreparesPrompts`."""
+        """Implements `PreparesPrompts`."""
         if self._attend and self._shapes.attention:
             self._attend.prepare(self._shapes.attention, self._device, most)
         rows = padded_rows(most)
@@ -406,7 +406,7 @@ class PrefillStep:
                 self._step.linear(x[:count], weight)
 
     def _products(self) -> Iterator[Weight]:
-        """Yields the weights that cuBLAS multiplies with in one layer of each kind."""
+        """Yields the weights of cuBLAS products in one layer of each kind."""
         of_kind = {(type(layer.mixer), type(layer.mlp)): layer for layer in self._step.decoder.layers}
         for layer in of_kind.values():
             mixer, mlp = layer.mixer, layer.mlp
@@ -421,7 +421,7 @@ class PrefillStep:
         return not layout.appends and not layout.replays and layout.tokens <= MOST_TOKENS
 
     def launches(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]]:
-        """As `DecodeStep.launches`."""
+        """Returns the launches of a step, as `DecodeStep.launches`."""
         step, decoder = self._step, self._step.decoder
         plan, tokens = plan_of(batch), batch.layout.tokens
         residual = torch.empty(tokens, step.hidden, device=self._device)
@@ -490,7 +490,7 @@ class PrefillStep:
 
     def _chunked(self, layer: DecoderLayer, mixer: GdnWeights, proj: Tensor, y: Tensor, buffers: _PrefillBuffers,
                  chunks: _Chunks) -> None:
-        """Runs convolution and delta rule for the rows of several tokens, in chunks."""
+        """Computes convolution, delta rule and gated norm for the rows of several tokens, in chunks."""
         batch, plan, spec, launch = buffers.batch, buffers.plan, mixer.spec, self._module.launch
         state, core = self._step.views.states[layer.store], buffers.core
         size, stride, decode_rows = spec.key_dim, proj.shape[1], batch.layout.decode_rows

@@ -1,9 +1,9 @@
-"""Quantized weights on a GPU: tiles of 8 rows and 256 columns, made of blocks, and products with them.
+"""Quantized weights on a GPU: tiles of 8 rows and 256 columns, packed from blocks.
 
-Nothing is rounded: a tile has the codes and scales of its blocks in another order (kernels/packed.cuh). Lane l of a
-warp reads of row l // 4 two sets of 32 columns, which begin at l % 4 * 32 and 128 further on. float8 blocks are
-described in loader/formats/fp8.py, those of NVFP4 and INT4 in loader/four_bits.py, others are GGUF's. The tests pack
-tiles on a CPU, too.
+Packing is exact: a tile has the codes and scales of its blocks in another order (kernels/packed.cuh). Lane l of a warp
+reads two sets of 32 columns of row l // 4: from column l % 4 * 32 on, and from 128 columns further on. The blocks of
+float8 are described in loader/formats/fp8.py, the blocks of NVFP4 and INT4 in loader/four_bits.py. All others are
+GGUF's. Tests also pack tiles on a CPU.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from deltic.ops.quantized import PackedForm, QTensor, read_from
 
 TILE_ROWS, TILE_COLUMNS = 8, 256
-"""The size of a tile."""
+"""Rows and columns of a tile."""
 WEIGHTS_PER_PIECE: Final = 1 << 24
-"""Weights that are packed at a time: bounds memory while loading."""
+"""Number of weights that are packed at once. It limits the memory for loading."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A tile format: number and bytes of a tile, as in kernels/packed.cuh. row: bytes of a row's columns in a file."""
+    """A tile format: its number and bytes per tile, as in kernels/packed.cuh. row: bytes of a tile's row in a file."""
 
     number: int
     nbytes: int
@@ -38,9 +38,9 @@ KINDS: Final[Mapping[str, Kind]] = {
     "BF16": Kind(4, 4096, 512), "FP8": Kind(5, 2112, 264), "MXFP4": Kind(6, 1088, 136), "NVFP4": Kind(7, 1184, 148),
     "INT4_128": Kind(8, 1088, 136), "INT4_64": Kind(9, 1152, 144), "INT4_32": Kind(10, 1280, 160)}
 PLAIN_KINDS: Final = frozenset({"BF16", "FP8"})
-"""Formats that are multiplied with a bfloat16 input."""
+"""Formats that are multiplied with bfloat16 inputs. Others are multiplied with inputs quantized to integers."""
 _AS_BYTES: Final = ("Q4_0", "Q5_0", "IQ4_NL")
-"""Types that are Q8_0 with smaller codes."""
+"""Types that become Q8_0 without loss, because their codes are a subset of Q8_0's codes."""
 PACKED_FORMATS: Final = frozenset({*KINDS, *_AS_BYTES}) - {"BF16"}
 """Types of matrices that can stay packed."""
 _IQ4_NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -67,8 +67,8 @@ def packed_bytes(type: str, rows: int, columns: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiles(QTensor):
-    """A matrix on a GPU. type: a name in KINDS. data: [units of 8 rows, bytes]; the last unit is padded with zero rows.
-    matrix: None."""
+    """A matrix of tiles on a GPU. type: a name in KINDS. data [units of 8 rows, bytes] uint8: the last unit is padded
+    with zero rows. matrix: None."""
 
     @property
     def kind(self) -> Kind:
@@ -96,7 +96,7 @@ class Tiles(QTensor):
         return replace(self, rows=end - first, data=self.data[first // TILE_ROWS:-(-end // TILE_ROWS)])
 
     def halves(self) -> tuple[Tiles, Tiles]:
-        """Returns upper and lower half of the rows, which fill units."""
+        """Returns the upper and the lower half of the rows. Both must consist of whole units."""
         one, other = self.data.chunk(2)
         return replace(self, rows=self.rows // 2, data=one), replace(self, rows=self.rows // 2, data=other)
 
@@ -108,7 +108,7 @@ class Tiles(QTensor):
 
 def pack_tiles(type: str, number: int, rows: int, columns: int, row_bytes: int, read: Callable[[int, int], Any],
                device: str | torch.device) -> Tiles:
-    """Packs like `quantized.pack_rows`, on `device`. type: one that is served, or BF16."""
+    """Packs like `quantized.pack_rows`, on `device`. type: a type that `serves` accepts, or BF16."""
     del number
     kind = "Q8_0" if type in _AS_BYTES else type
     units = -(-rows // TILE_ROWS)
@@ -126,7 +126,7 @@ def pack_tiles(type: str, number: int, rows: int, columns: int, row_bytes: int, 
 
 def pack_stack(type: str, number: int, count: int, rows: int, columns: int, row_bytes: int,
                read: Callable[[int, int], Any], device: str | torch.device) -> tuple[Tiles, ...]:
-    """Packs `count` consecutive matrices [rows, columns], as views of one tensor if their rows fill units."""
+    """Packs `count` consecutive matrices [rows, columns], as views of one tensor if their rows fill whole units."""
     if rows % TILE_ROWS:
         size = rows * row_bytes
         return tuple(pack_tiles(type, number, rows, columns, row_bytes, partial(read_from, read, index * size), device)
@@ -137,14 +137,14 @@ def pack_stack(type: str, number: int, count: int, rows: int, columns: int, row_
 
 @cache
 def _bytes_of_rows(type: str, device: torch.device) -> Tensor:
-    """Returns the bytes of a tile that belong to each of its rows, int64 [8, bytes / 8]."""
+    """Returns the indices of the bytes of a tile that belong to each of its rows, int64 [8, bytes / 8]."""
     rows = (255 * torch.eye(TILE_ROWS, dtype=torch.uint8)).flatten()[:, None].expand(-1, KINDS[type].row).contiguous()
     changed = _PACK[type](rows) != _PACK[type](torch.zeros_like(rows))
     return changed.nonzero()[:, 1].view(TILE_ROWS, -1).to(device)
 
 
 def tiles_of(weight: Tensor) -> Tiles:
-    """Returns a bfloat16 matrix as tiles."""
+    """Converts a bfloat16 matrix to tiles."""
     raw = weight.contiguous().view(torch.uint8)
     rows, width = raw.shape
     return pack_tiles("BF16", 0, rows, width // 2, width, lambda start, count: raw.view(-1)[start:start + count],
@@ -152,48 +152,48 @@ def tiles_of(weight: Tensor) -> Tiles:
 
 
 def _lanes(codes: Tensor) -> Tensor:
-    """[rows, columns] -> [units, tiles, 8 rows, 4 lanes, 2 sets, 8, 4 columns]."""
+    """Orders codes by lanes: [rows, columns] -> [units, tiles, 8 rows, 4 lanes, 2 sets, 8, 4 columns]."""
     columns = codes.view(-1, TILE_ROWS, codes.shape[1] // TILE_COLUMNS, 2, 4, 8, 4)
     found: Tensor = columns.permute(0, 2, 1, 4, 3, 5, 6)
     return found
 
 
 def _unlanes(lanes: Tensor) -> Tensor:
-    """[units, tiles, 8 rows, 4 lanes, 2 sets, ...] -> [units, tiles, 8 rows, 8, ...], in the order of columns."""
+    """Restores the order of columns: [units, tiles, 8 rows, 4 lanes, 2 sets, ...] -> [units, tiles, 8 rows, 8, ...]."""
     return lanes.transpose(3, 4).flatten(3, 4)
 
 
 def _join(parts: list[Tensor]) -> Tensor:
-    """Parts of tiles [units, tiles, ...] of any type -> bytes [units, tiles * bytes]."""
+    """Joins parts of tiles [units, tiles, ...] of any dtype to bytes [units, tiles * bytes]."""
     return torch.cat([part.contiguous().view(torch.uint8).flatten(2) for part in parts], 2).flatten(1)
 
 
 def _scales(values: Tensor) -> Tensor:
-    """[rows, tiles, n] -> [units, tiles, 8, n]."""
+    """Orders scales by tiles: [rows, tiles, n] -> [units, tiles, 8, n]."""
     return values.view(-1, TILE_ROWS, *values.shape[1:]).transpose(1, 2)
 
 
 def _lane_scales(values: Tensor) -> Tensor:
-    """Reorders scales of groups of 32 columns or less: [rows, tiles, n] -> [units, tiles, 8, 4 lanes, n / 4]."""
+    """Orders scales of groups of at most 32 columns by lanes: [rows, tiles, n] -> [units, tiles, 8, 4 lanes, n / 4]."""
     groups = _scales(values).unflatten(-1, (2, 4, -1))
     found: Tensor = groups.transpose(3, 4).flatten(4)
     return found
 
 
 def _group_scales(data: Tensor) -> Tensor:
-    """Inverse of `_lane_scales`: [units, tiles, 8, 4 lanes, n / 4] -> [units, tiles, 8, n]."""
+    """Inverts the lane order of `_lane_scales`: [units, tiles, 8, 4 lanes, n / 4] -> [units, tiles, 8, n]."""
     found: Tensor = data.unflatten(-1, (2, -1)).transpose(3, 4).flatten(3)
     return found
 
 
 def _words(words: Tensor) -> Tensor:
-    """Reorders words of the lanes [units, tiles, rows, 4 lanes, n] for reads of four at a time."""
+    """Reorders the lanes' words [units, tiles, rows, 4 lanes, n], so that a lane reads four words at once."""
     found: Tensor = words.unflatten(-1, (-1, 4)).permute(0, 1, 4, 2, 3, 5)
     return found
 
 
 def _unwords(data: Tensor, count: int) -> Tensor:
-    """Inverse of `_words`: bytes [units, tiles, bytes] -> int32 [units, tiles, 8, 4, count]."""
+    """Inverts `_words`: bytes [units, tiles, bytes] -> int32 [units, tiles, 8, 4, count]."""
     words = data[..., :128 * count].contiguous().view(torch.int32)
     found: Tensor = words.unflatten(-1, (count // 4, TILE_ROWS, 4, 4)).permute(0, 1, 3, 4, 2, 5).flatten(4)
     return found
@@ -228,18 +228,18 @@ def _q8_0(data: Tensor) -> Tensor:
 
 
 def _int32(bytes: Tensor) -> Tensor:
-    """uint8 [units, tiles, rows, lanes, ..., 4] -> words [units, tiles, rows, lanes, n]."""
+    """Views uint8 [units, tiles, rows, lanes, ..., 4] as int32 words [units, tiles, rows, lanes, n]."""
     found: Tensor = bytes.contiguous().view(torch.int32).flatten(4)
     return found
 
 
 def _bytes(words: Tensor) -> Tensor:
-    """Inverse of `_int32`: -> uint8 [units, tiles, rows, lanes, n, 4]."""
+    """Inverts `_int32`. Returns uint8 [units, tiles, rows, lanes, n, 4]."""
     found: Tensor = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
     return found
 
 
-# Types of 256
+# Types with blocks of 256 columns
 
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,8 +250,8 @@ def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fields(packed: Tensor, bits: int, run: int) -> Tensor:
-    """Unpacks fields of 1, 2 or 4 bits [..., bytes] -> [..., bytes * 8 / bits]; of each `run` bytes the lowest bits
-    come first."""
+    """Unpacks fields of 1, 2 or 4 bits: [..., bytes] -> [..., bytes * 8 / bits]. For each run of `run` bytes, the
+    fields in the lowest bits of all its bytes come first."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None]
     found: Tensor = (packed.unflatten(-1, (-1, 1, run)) >> shifts & (1 << bits) - 1).flatten(-3)
     return found
@@ -275,13 +275,13 @@ def _q4_k(data: Tensor) -> Tensor:
 
 
 def _six_bit_words(codes: Tensor) -> Tensor:
-    """Packs codes of up to six bits [rows, columns], three words for 16 codes of a lane."""
+    """Packs codes of up to six bits [rows, columns]: three words per 16 codes of a lane."""
     *first, last = _lanes(codes).unflatten(5, (2, 4)).unbind(6)
     return _words(_int32(torch.stack([code << 2 | last >> 4 - 2 * index & 3 for index, code in enumerate(first)], 6)))
 
 
 def _six_bit_codes(data: Tensor) -> Tensor:
-    """Inverse of `_six_bit_words`: [units, tiles, rows, 8 groups, 32]."""
+    """Inverts `_six_bit_words`. Returns codes [units, tiles, rows, 8 groups, 32]."""
     found = _bytes(_unwords(data, 12)).unflatten(4, (2, 2, 3))
     x, y, z = (found & 3).unbind(6)
     codes = torch.cat((found >> 2, (x << 4 | y << 2 | z).unsqueeze(6)), 6)
@@ -323,13 +323,13 @@ def _bf16(data: Tensor) -> Tensor:
 
 
 _PAIRS: Final = (2, 0, 3, 1)
-"""Order of four columns in the bytes of a word; the kernels take the upper two, then the lower two."""
+"""Order of four columns in the bytes of a word. The kernels take the upper two bytes, then the lower two."""
 
 
 def _pack_fp8(raw: Tensor) -> Tensor:
     blocks = raw.unflatten(1, (-1, 132))
     lanes = blocks[..., 4:].reshape(-1, TILE_ROWS, blocks.shape[1] // 2, 2, 4, 4, 2, 4)[..., _PAIRS]
-    codes = lanes.permute(0, 2, 4, 1, 5, 3, 6, 7)  # of a lane, group j, then group j + 4
+    codes = lanes.permute(0, 2, 4, 1, 5, 3, 6, 7)  # per lane: group j, then group j + 4
     scales = blocks[..., :4].contiguous().view(torch.float32).view(len(raw), -1, 2)
     return _join([codes, _scales(scales)])
 
@@ -343,23 +343,23 @@ def _fp8(data: Tensor) -> Tensor:
 # 4 bits: codes of neighbouring columns in a byte
 
 _E2M1: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Doubled values of codes."""
+"""Values of the 16 codes of E2M1, doubled."""
 
 
 def _pairs(packed: Tensor) -> Tensor:
-    """Unpacks codes of neighbouring columns [rows, tiles, 128] -> [rows, columns]."""
+    """Unpacks codes of neighbouring columns: [rows, tiles, 128] -> [rows, columns]."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(1)
 
 
 def _float_words(codes: Tensor) -> Tensor:
-    """Packs codes [rows, columns]: a word has four of a lane's set 0, then four of set 1."""
+    """Packs codes [rows, columns]. A word has four codes of a lane's set 0, then four of its set 1."""
     lanes = _lanes(codes)
     both = (lanes[..., ::2] | lanes[..., 1::2] << 4).transpose(4, 5)
     return _words(_int32(both.flatten(5)))
 
 
 def _float_codes(data: Tensor) -> Tensor:
-    """Inverse of `_float_words`: doubled values [units, tiles, rows, 8 groups, 32]."""
+    """Inverts `_float_words`. Returns doubled values [units, tiles, rows, 8 groups, 32]."""
     both = _bytes(_unwords(data, 8)).unflatten(-1, (2, 2)).transpose(4, 5)
     codes = _unlanes(torch.stack((both & 15, both >> 4), -1).flatten(5))
     return torch.tensor(_E2M1, dtype=torch.float32, device=data.device)[codes.int()]
@@ -373,7 +373,7 @@ def _pack_mxfp4(raw: Tensor) -> Tensor:
 
 def _mxfp4(data: Tensor) -> Tensor:
     exponents = _group_scales(data[..., 1024:].unflatten(-1, (TILE_ROWS, 4, 2))).int()
-    # 2^(e - 128), also subnormal ones
+    # 2^(e - 128), including subnormal numbers
     halved = torch.where(exponents < 2, (exponents + 1) << 21, (exponents - 1) << 23)
     return _scaled(_float_codes(data), halved.view(torch.float32))
 
@@ -408,7 +408,7 @@ def _halves(data: Tensor) -> Tensor:
 
 
 def _scaled(codes: Tensor, scales: Tensor, group: int = 32) -> Tensor:
-    """codes [units, tiles, rows, ...], scales [units, tiles, rows, 256 / group]."""
+    """Multiplies codes [units, tiles, rows, ...] with scales [units, tiles, rows, 256 / group]."""
     found: Tensor = codes.float().flatten(3).unflatten(3, (-1, group)) * scales[..., None]
     return found
 

@@ -1,5 +1,5 @@
-"""Mixtures of quantized experts: few tokens are multiplied with their tiles; for many a layer's experts are dequantized
-into memory that all layers share."""
+"""Mixtures of quantized experts. Few tokens are multiplied with the experts' tiles. For many tokens a layer's experts
+are dequantized to memory that all layers share."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from deltic.ops.types import Block, ExpertPool, MlpWeights, MoeWeights, Weight
 
 _MOST_HIDDEN, _MOST_SIZE = 4096, TILE_COLUMNS * WARPS
 _LINES = 4 * 144
-"""Bytes of a token's columns of a tile, quantized to integers."""
+"""Bytes of a token's input for the columns of one tile, quantized to integers."""
 _PLAIN = "BF16"
 _PASSES = 4
-"""Passes of `gemv_rows` up to which they are faster than dequantizing all experts."""
+"""Largest number of passes of `gemv_rows` that is faster than dequantizing the experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """Tile formats of an expert's matrices: gate, up [size, hidden], down [hidden, size]."""
+    """Tile formats of an expert's matrices: gate and up [size, hidden], down [hidden, size]."""
 
     gate: str
     up: str
@@ -56,7 +56,7 @@ class Kinds:
 class PackedShape(ExpertsShape):
     """An `ExpertsShape` of experts that stay quantized.
 
-    routed, shared_one: formats of the experts in the layers, and of the shared ones.
+    routed, shared_one: formats of the layers' routed experts, and of their shared experts.
     """
 
     routed: frozenset[Kinds]
@@ -84,13 +84,13 @@ class PackedShape(ExpertsShape):
 
     @property
     def gate_slot(self) -> int:
-        """Bytes of a slot of the first product's ring: a row's tiles, eight at most; fewer of larger ones that only the
-        shared expert has."""
+        """Bytes of a slot of the first product's ring: a row's tiles, at most eight; fewer tiles of larger formats that
+        only shared experts have."""
         row = min(self.hidden // TILE_COLUMNS, WARPS) * max(kinds.both for kinds in self.routed)
         return max([row, *(kinds.both for kinds in self.shared_one)])
 
     def wide(self, kinds: Kinds) -> int:
-        """Tiles of gate and of up in such a slot."""
+        """Returns the number of gate tiles, and of up tiles, in a slot of the first product's ring."""
         return min(self.hidden // TILE_COLUMNS, WARPS, self.gate_slot // kinds.both)
 
     @property
@@ -152,22 +152,22 @@ class PackedShape(ExpertsShape):
 
     @property
     def _experts_at_once(self) -> int:
-        """Experts in a slot of the second product's ring."""
+        """Number of experts in a slot of the second product's ring."""
         return WARPS // self._down_tiles
 
     def _max_experts(self, tokens: int) -> int:
-        """Experts that so many tokens pass, at most."""
+        """Returns the largest number of experts that `tokens` tokens use, including the shared expert."""
         return min(self.count, tokens * self.per_token) + self.shared
 
 
 def experts_shape(weights: MoeWeights) -> ExpertsShape | None:
-    """Returns the shape of a layer; None if the kernels do not know its experts (dtype, sizes, block types, or only
-    some quantized)."""
+    """Returns the shape of a layer; None if the kernels do not support its experts (dtype, sizes, block types, or only
+    some of them quantized)."""
     return shape_of(weights) or _packed_shape(weights)
 
 
 def experts_of(module: Module, shape: ExpertsShape, layers: Iterable[MoeWeights], blocks: int) -> MoeOp:
-    """Returns the op for a model's layers."""
+    """Returns the op for the mixtures of a model's layers."""
     if isinstance(shape, PackedShape):
         return QuantizedMoeOp(module, shape, layers, blocks)
     return MoeOp(module, shape, layers, blocks)
@@ -181,7 +181,7 @@ def knows_packed(hidden: int, size: int, count: int, per_token: int, shared_size
 
 
 def scratch_bytes(count: int, size: int, hidden: int) -> int:
-    """Bytes of a layer's dequantized experts. count: the shared one included."""
+    """Returns the bytes of a layer's dequantized experts. count: number of experts, including the shared one."""
     return 3 * count * size * hidden * 2
 
 
@@ -212,7 +212,7 @@ def _names(kinds: Kinds) -> tuple[str, str, str]:
 
 
 def _kinds(part: MlpWeights) -> Kinds | None:
-    """Returns None if some matrix is neither tiles nor bfloat16."""
+    """Returns the formats of an expert's matrices; None if a matrix is neither tiles nor bfloat16."""
     names = [_kind(block) for block in _matrices(part)]
     gate, up, down = (*names, None, None, None)[:3]
     return Kinds(gate, up, down) if gate and up and down else None
@@ -225,7 +225,7 @@ def _kind(block: Block) -> str | None:
 
 
 def _matrices(part: MlpWeights) -> tuple[Block, ...]:
-    """Returns gate, up and down; nothing if they are stored in other blocks."""
+    """Returns gate, up and down; an empty tuple if they are stored in other blocks."""
     halves, down = _halves(part.gate_up), part.down
     return (*halves, down) if halves and not isinstance(down, tuple) else ()
 
@@ -239,7 +239,7 @@ def _halves(weight: Weight) -> tuple[Block, Block] | None:
 
 
 def _sizes(part: MlpWeights) -> tuple[int, int]:
-    """Returns rows and columns of the gate if the other matrices match; otherwise zeros."""
+    """Returns the rows and columns of the gate matrix if the other matrices match it; otherwise zeros."""
     shapes = [(int(matrix.shape[0]), int(matrix.shape[1])) for matrix in _matrices(part)]
     return shapes[0] if shapes and shapes == [shapes[0], shapes[0], shapes[0][::-1]] else (0, 0)
 
@@ -250,9 +250,9 @@ def _bits(kinds: frozenset[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _QuantizedMoeLayer:
-    """up, down [E + 1] int64: addresses of tiles; those of gates are in the layer's `ExpertTable`.
+    """A layer's experts. up, down [E + 1] int64: addresses of tiles; the `ExpertTable` has the gates' addresses.
 
-    routed, shared: tile formats. kept: keeps tiles alive that were made of a plain shared expert.
+    routed, shared: tile formats. kept: tiles made from a bfloat16 shared expert, kept alive here.
     """
 
     up: Tensor
@@ -263,7 +263,7 @@ class _QuantizedMoeLayer:
 
 
 class QuantizedMoeOp(MoeOp):
-    """A `MoeOp` of a `PackedShape`. Owns memory for one layer's dequantized experts."""
+    """The `MoeOp` of a `PackedShape`. It owns memory for one layer's dequantized experts."""
 
     max_gemv_tokens = _PASSES * MAX_GEMV_TOKENS
     ahead = 0  # during routing the memory still holds another layer's experts
@@ -313,7 +313,7 @@ class QuantizedMoeOp(MoeOp):
             kind=_number(layer.routed.down), shared_kind=_number(layer.shared.down), **down), down_shared)
 
     def prepare(self, weights: MoeWeights) -> None:
-        """Dequantizes the experts that are used."""
+        """Dequantizes the experts in use."""
         shape, layer = self._packed, self._layers[id(weights)]
         gate, up = self._gate[:, :shape.size], self._gate[:, shape.size:]
         gates = self._tables[id(weights)].at.gate
@@ -326,7 +326,7 @@ class QuantizedMoeOp(MoeOp):
 
     def _unpack(self, target: Tensor, data: Tensor, kind: str, counts: Tensor | None) -> None:
         """Dequantizes tiles at the addresses data [n] int64 to target [n, rows, columns] bf16. counts [n] int32: tokens
-        of each expert; None: all are used."""
+        of each expert; None: all experts are in use."""
         count, rows, columns = target.shape
         grid = -(-rows // TILE_ROWS * (columns // TILE_COLUMNS) // WARPS), count
         self._module.launch(f"k_unpack_experts_{kind.lower()}", grid, 256, args.UnpackExpertsArgs(

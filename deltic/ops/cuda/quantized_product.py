@@ -1,4 +1,4 @@
-"""Products of up to 16 tokens with quantized weights: which kernel serves one, and the shared memory of its blocks."""
+"""Products of up to 16 tokens with quantized weights: selects their kernels and plans the blocks' shared memory."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _SHARED_BYTES_BESIDE_NEXT = 104 << 10
 _MAX_PARTS, _MAX_SLOTS = 4, 16
 """Largest number of parts of a weight, and of slots of a ring."""
 _CHUNK_TILES = 8
-"""Chunks of an input are multiples of so many tiles: one for each warp."""
+"""The tiles of an input's chunk are a multiple of this number: one tile per warp."""
 _LINE_BYTES = 4 * 144
-"""Bytes of a token's columns of a tile, quantized to integers."""
+"""Bytes of a token's input for the columns of one tile, quantized to integers."""
 _PIECE_WEIGHTS = 1 << 26
-"""Weights that are dequantized at once for many tokens: 128 MiB."""
+"""Weights that are dequantized at once for many tokens: 128 MiB of bfloat16."""
 _LONG_TILES = 256
-"""Tiles of a block from which on it may take the next kernel's shared memory."""
+"""A block with at least this number of tiles may take the next kernel's shared memory."""
 
 
 def parts_of(weight: Weight, gate: bool) -> tuple[Tiles, ...] | None:
-    """Returns the parts of a weight that has tiles, plain parts as tiles too; gate: its two halves, gate and up. None
-    if the kernels cannot serve it."""
+    """Returns the parts of a quantized weight, with bfloat16 parts converted to tiles; None if the kernels cannot serve
+    the weight. gate: the weight consists of gate and up, which become two parts."""
     blocks = weight if isinstance(weight, tuple) else (weight,)
     if len(blocks) > _MAX_PARTS or not any(isinstance(block, Tiles) for block in blocks):
         return None
@@ -60,8 +60,8 @@ def _tiles(block: Block) -> Tiles | None:
 class PackedMultiply:
     """A product with a quantized weight.
 
-    columns: of the weight. norm: the input is RMS-normed first. out: STORE, ADD, GATE or PART (kernel_config).
-    kinds: tile formats. parts: of the weight. high: units that are multiplied at once, for few tokens.
+    columns: the weight's columns. norm: the input is RMS-normed first. out: STORE, ADD, GATE or PART (kernel_config).
+    kinds: tile formats. parts: number of the weight's parts. high: units that are multiplied at once for few tokens.
     head, slice, split, terms: as in `kernel_config.Multiply`.
     """
 
@@ -88,7 +88,7 @@ class PackedMultiply:
 
     @property
     def _may_chunk(self) -> bool:
-        """True if the input can be staged in chunks of columns, which needs a tile for each slice."""
+        """True if the input can be staged in chunks of columns. This needs at least one tile per slice."""
         return not self.norm and not self.head and self.out != 2 and (
             self.split.runs > 1 or self.columns // TILE_COLUMNS >= self.split.slices)
 
@@ -98,12 +98,12 @@ class PackedMultiply:
 
     @property
     def _kept(self) -> int:
-        """Bytes of the sums that a chunk leaves to the next one, of a unit and a token."""
+        """Bytes of the sums per unit and token that a chunk leaves to the next one."""
         return TILE_ROWS * 4 * (self._kept_slices if self._sliced else 2)
 
     @property
     def _kept_slices(self) -> int:
-        """The function `kept_sums` of kernels/packed.cuh."""
+        """Number of sums that a chunk leaves to the next one, as `kept_sums` of kernels/packed.cuh computes it."""
         slices = self.split.slices
         return slices if self.split.runs > 1 else slices.bit_length()
 
@@ -112,7 +112,7 @@ class PackedMultiply:
         return _input(TILE_COLUMNS, self.kinds)
 
     def _chunked(self, tokens: int) -> bool:
-        """True if the input of so many tokens does not fit as a whole."""
+        """True if the input of `tokens` tokens does not fit as a whole."""
         return tokens > self._fit(1)
 
     def name(self, tokens: int) -> str:
@@ -135,7 +135,7 @@ class PackedMultiply:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a block, at most."""
+        """Largest shared memory of a block, in bytes."""
         return max(self.plan(tokens, (1 << 20,) * self.parts).shared for tokens in range(1, self.most + 1))
 
     def _high(self, tokens: int) -> int:
@@ -143,51 +143,51 @@ class PackedMultiply:
         return self.high if tokens <= min(most, self._fit(self.high)) else 1
 
     def _fit(self, high: int) -> int:
-        """Tokens whose input leaves room for the sums of `high` units and for weights on their way."""
+        """Returns the largest number of tokens with room for their input, the sums of `high` units, and the ring."""
         input = _input(self.columns, self.kinds)
         sums = 2 * self.parts * high * self.columns // TILE_COLUMNS * TILE_ROWS * 4
         room = self._room(high)
         return min(room // (input + sums), (room - 2 * self.card.sum_bytes) // input)
 
     def _room(self, high: int) -> int:
-        """Bytes of shared memory for the input and the sums: what two slots leave, at most."""
+        """Returns the bytes of shared memory for the input and the sums beside a ring of two slots, at most."""
         return min(self.card.product_bytes, self.card.max_shared_bytes - 1024 - 2 * _slot(self.kinds, high))
 
     def plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:
-        """counts: units of each part in a block, at most."""
+        """Plans the shared memory of a block. counts: largest number of units of each part in a block."""
         if self._chunked(tokens):
             return self._chunked_plan(tokens, counts)
         high = self._high(tokens)
         tile, unit = self.columns // TILE_COLUMNS, self.columns // TILE_COLUMNS * TILE_ROWS * tokens * 4
         round = most = max(counts)
         room, shared = 2 * self.card.sum_bytes, self.card.max_shared_bytes
-        if tokens > MMA_TOKENS // 2:  # products take longer than copies, so that equal shares of all warps matter more
+        if tokens > MMA_TOKENS // 2:  # multiplying takes longer than copying: equal work of all warps matters more
             room = max(room, self._room(high) - tokens * _input(self.columns, self.kinds))
         if sum(counts) * unit > room:  # a multiple of `high`, so that only the last unit may be single
             fits = [units for units in range(high, min(most, room // unit) + 1, high)
                     if sum(min(units, count) for count in counts) * unit <= room // 2]
             round = max(fits, default=high)
-            if tokens > MMA_TOKENS // 2:  # fewer if that takes no longer, as sums take room for weights on their way
+            if tokens > MMA_TOKENS // 2:  # fewer units if that takes no longer, because sums take room from the ring
                 round = min(fits, key=lambda units: (self._steps(units, most, high), units), default=high)
         rounds = -(-most // round)
         sums = sum(min(round, count) for count in counts) * unit
         slot = _slot(self.kinds, high)
         fixed = 1024 + tokens * _input(self.columns, self.kinds) + sums * min(rounds, 2)
         slots_beside = (min(_SHARED_BYTES_BESIDE_NEXT, shared) - fixed) // slot
-        # slots that a block fills in all
+        # total number of slots that a block fills
         wanted = sum(-(-(-(-min(round, count) // high) * tile) // WARPS) for count in counts) * rounds
         fit = slots_beside if slots_beside >= 3 else (shared - fixed) // slot
         slots = max(2, min(fit, _MAX_SLOTS, wanted))
         return ProductPlan(round, rounds, sums // 4, slots, slot, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot))
 
     def _steps(self, round: int, most: int, high: int) -> int:
-        """Tiles of each warp if so many units of each part are multiplied between two sums over tiles."""
+        """Returns the tiles per warp if `round` of `most` units of each part are multiplied between two sums."""
         def steps(units: int) -> int:
             return -(-self.parts * -(-units // high) * (self.columns // TILE_COLUMNS) // WARPS)
         return most // round * steps(round) + steps(most % round)
 
     def _chunked_plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:
-        """The plan that stages the fewest chunks."""
+        """Returns the plan that stages the fewest chunks."""
         tiles, slot, found = self.columns // TILE_COLUMNS, _slot(self.kinds, 1), list[tuple[int, int, int, int]]()
         round = max(counts)
         while True:
@@ -211,9 +211,9 @@ class PackedMultiply:
 class ProductPlan:
     """The shared memory of a block.
 
-    round: units of each part between two sums. rounds: of them. sums: floats of a round's sums.
-    slots, slot: slots of the ring, and bytes of a slot. shared: bytes in all.
-    chunk: tiles of a row for which the input is staged at once; 0: all.
+    round: units of each part between two sums over tiles. rounds: number of rounds. sums: floats of a round's sums.
+    slots, slot: slots of the ring, and bytes of a slot. shared: bytes of all shared memory.
+    chunk: tiles of a row for which the input is staged at once; 0: all tiles.
     """
 
     round: int
@@ -226,25 +226,25 @@ class ProductPlan:
 
 
 def _class(tokens: int, kinds: frozenset[str]) -> int:
-    """Tokens for which a kernel is made. Plain tiles are multiplied with eight at once in any case."""
+    """Returns the largest number of tokens of the kernel for `tokens`. Plain tiles always take eight tokens at once."""
     few = MMA_TOKENS if kinds <= PLAIN_KINDS else MMA_TOKENS // 2
     return 1 if tokens == 1 else next(most for most in (few, MMA_TOKENS, MAX_GEMV_TOKENS) if tokens <= most)
 
 
 def _slot(kinds: frozenset[str], high: int) -> int:
-    """Bytes of a slot of the ring."""
+    """Returns the bytes of a slot of the ring."""
     return high * WARPS * max(KINDS[kind].nbytes for kind in kinds)
 
 
 def _input(columns: int, kinds: frozenset[str]) -> int:
-    """Bytes of a token's input."""
+    """Returns the bytes of a token's input."""
     return columns // TILE_COLUMNS * _LINE_BYTES * (not kinds <= PLAIN_KINDS) + columns * 2 * bool(kinds & PLAIN_KINDS)
 
 
 def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head: int = 0, slice: int = 0,
                split: ColumnSlices = WHOLE) -> PackedMultiply:
     columns, kinds, card = parts[0].columns, frozenset(part.type for part in parts), card_of(parts[0].data.device)
-    if columns // TILE_COLUMNS % split.runs:  # of one device: others cannot have whole tiles
+    if columns // TILE_COLUMNS % split.runs:  # on a single device only: parts of several devices have whole tiles
         split = replace(split, runs=1)
     units = max(len(part.data) for part in parts)
     sums = -(-units // blocks) * (columns // TILE_COLUMNS * TILE_ROWS * 4)
@@ -256,7 +256,7 @@ def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head
 
 def launch(module: Module, product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, blocks: int,
            **values: Any) -> None:
-    """values: x, scale, y and eps of `arguments.PackedArgs`, or those of `arguments.AddedPackedArgs`."""
+    """Launches a product. values: x, scale, y and eps of `PackedArgs`; with adapters also terms and entries."""
     plan, filled = arguments(product, parts, tokens, blocks, **values)
     module.launch(product.name(tokens), (blocks,), WARPS * 32 + 32, filled, plan.shared)
 
@@ -265,7 +265,7 @@ def arguments(product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, bl
               **values: Any) -> tuple[ProductPlan, KernelArguments]:
     gate, units = product.out == 2, [len(part.data) for part in parts]
     whole, rest = [unit // blocks for unit in units], [unit % blocks for unit in units]
-    # no block gets one more unit of every part; gate and up lie in the same block
+    # each part has its additional units in other blocks, except that gate and up must be in the same block
     shift = [0 if gate else sum(rest[:index]) % blocks for index in range(len(parts))]
     plan = product.plan(tokens, tuple(w + (r > 0) for w, r in zip(whole, rest, strict=True)))
     row = [0 if gate else sum(part.rows for part in parts[:index]) for index in range(len(parts))]
@@ -290,7 +290,7 @@ def scratch_for(weights: Iterable[tuple[Tiles, ...]]) -> Tensor | None:
 
 
 def pieces_of(parts: tuple[Tiles, ...]) -> Iterator[tuple[int, tuple[Tiles, ...]]]:
-    """Yields the pieces in which a weight is dequantized, of up to _PIECE_WEIGHTS weights: rows and parts of each."""
+    """Yields the rows and the parts of each piece in which a weight is dequantized, up to _PIECE_WEIGHTS weights."""
     rows = sum(part.rows for part in parts)
     if rows * parts[0].columns <= _PIECE_WEIGHTS:
         yield rows, parts
@@ -303,7 +303,7 @@ def pieces_of(parts: tuple[Tiles, ...]) -> Iterator[tuple[int, tuple[Tiles, ...]
 
 
 def unpack(module: Module, parts: tuple[Tiles, ...], memory: Tensor | None = None) -> Tensor:
-    """Returns the weight dequantized to bfloat16 [rows, columns]. memory: where; default: new memory."""
+    """Returns the weight dequantized to bfloat16 [rows, columns], as a view of `memory`, or of new memory if None."""
     rows, columns = sum(part.rows for part in parts), parts[0].columns
     if memory is None:
         memory = torch.empty(rows * columns, dtype=torch.bfloat16, device=parts[0].data.device)

@@ -1,4 +1,4 @@
-"""Sampling: the plain cases by our own kernels, all others by torch."""
+"""Sampling: plain cases by deltic's kernels, all others by torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("deltic")
 
 
 def _parts(rows: int) -> int:
-    """Blocks of a row."""
+    """Returns the number of blocks per row."""
     return max(32, 128 // rows)
 
 
@@ -36,7 +36,7 @@ def source() -> str:
 
 
 def sample(logits: Tensor, sampling: Sampling) -> Sampled:
-    """Never waits. The kernels' result is valid until the thread samples from as many rows again."""
+    """Draws tokens without waiting. The kernels' result is valid until the thread samples the same number of rows."""
     plain = _is_plain(sampling) and logits.is_cuda and logits.dtype == torch.float32 and logits.is_contiguous()
     module = _module(logits.device) if plain else None
     if module is None:
@@ -51,8 +51,8 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
 
 
 def sample_parts(parts: Sequence[Tensor], sampling: Sampling) -> Sampled | None:
-    """As `sample`, from logits [L, V] whose columns several devices have, contiguous each. Returns None if all logits
-    are needed in one place. sampling, result: on the first device."""
+    """Works like `sample` for logits [L, V] with columns on several devices, each part contiguous. Returns None if all
+    logits are needed in one place. sampling, result: on the first device."""
     modules = [_module(part.device) for part in parts] if _is_plain(sampling) else []
     known = tuple(module for module in modules if module)
     if len(known) < len(parts):
@@ -69,8 +69,8 @@ def _is_plain(sampling: Sampling) -> bool:
 def choose(logits: Tensor, temperature: Tensor, keys: Tensor, chosen: Tensor, ids: Tensor | None) -> None:
     """Launches a draw from logits [R, V] float32, without filters and penalties.
 
-    temperature [R] float32, keys [R] int64. chosen [2, R] int64: receives tokens, then whether the logits are healthy.
-    ids [V] int64: the tokens of the logits, read when the device gets there; None: all tokens in order.
+    temperature [R] float32, keys [R] int64. chosen [2, R] int64: receives tokens, then 1 if a row's logits are healthy.
+    ids [V] int64: tokens of the logits, read when the kernel runs; None: all tokens in order.
     """
     module, (rows, vocabulary) = _module(logits.device), logits.shape
     assert module is not None, "the kernels that draw cannot be compiled"
@@ -87,8 +87,8 @@ def choose(logits: Tensor, temperature: Tensor, keys: Tensor, chosen: Tensor, id
 @cache
 def _drawer(module: Module, rows: int, vocabulary: int, thread: int
             ) -> Callable[[Tensor, Sampling], tuple[Tensor, Tensor]]:
-    """Returns a draw from so many rows: tokens and whether they are healthy, [rows] int64 each, valid until the
-    thread's next call."""
+    """Returns a function that draws from `rows` rows. Its results, tokens and health of the logits, [rows] int64 each,
+    are valid until the thread's next call."""
     device = module.device
     parts = _parts(rows)
     numbers = torch.empty(rows * (2 + 3 * parts), dtype=torch.int64, device=device)
@@ -121,15 +121,15 @@ def _module(device: torch.device) -> Module | None:
 
 
 def why_not(device: torch.device) -> str | None:
-    """Returns why torch samples; None if the kernels here do."""
+    """Returns the reason why torch samples; None if the kernels here sample."""
     return why_not_compiled(source(), device)
 
 
 @cache
 def _drawer_of_parts(modules: tuple[Module, ...], rows: int, widths: tuple[int, ...], thread: int
                      ) -> Callable[[Sequence[Tensor], Sampling], tuple[Tensor, Tensor]]:
-    """As `_drawer`, from logits whose columns several devices have, `widths` each. A device sends the best of its own
-    tokens to the first one."""
+    """Works like `_drawer` for logits with columns on several devices, `widths` each. Each device sends the best of its
+    tokens to the first device."""
     parts = _parts(rows)
     size, total = 3 * rows * parts, sum(widths)
     numbers = torch.empty(2 * rows + size * len(modules), dtype=torch.int64, device=modules[0].device)

@@ -1,4 +1,4 @@
-"""How products sum columns that may be split over devices: the shape of a slot of the ring (kernels/sliced.cuh)."""
+"""Shapes of ring slots of products that sum their columns in slices, on any number of devices (kernels/sliced.cuh)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from deltic.ops.slices import PLAIN_UNIT, SLICES
 from deltic.ops.types import GdnSpec
 
 _PIECE_UNIT = 64
-"""Columns of a slot are a multiple of it."""
+"""The columns of a slot are a multiple of this number."""
 _ONE_TOKEN_BYTES, _COPY_BYTES = 101 << 10, 2304
-"""Of a block with one token: its input and its ring, at most. Of a copy of several slices."""
+"""Largest sizes in bytes: of input and ring in a block with one token, and of a copy of several slices."""
 _LANES = 16
-"""Copies of a short slot that are made at once, if a copy is of one slice."""
+"""Largest number of copies for a short slot, made at once, if a copy covers one slice."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnSlices:
-    """slices: neighbouring slices of a weight's columns that the device has. runs: as in `ops.slices.column_slices`."""
+    """A device's `slices` neighbouring slices of a weight's columns. runs: as in `ops.slices.column_slices`."""
 
     slices: int = SLICES
     runs: int = 1
 
     @property
     def suffix(self) -> str:
-        """Of a kernel's name."""
+        """Suffix of the kernel's name."""
         return f"_s{self.slices}" * (self.slices < SLICES) + f"_r{self.runs}" * (self.runs > 1)
 
 
@@ -33,15 +33,15 @@ WHOLE = ColumnSlices()
 
 
 def split_of(shards: int, spec: GdnSpec | None = None) -> ColumnSlices:
-    """Returns the split of a weight on one of `shards` devices. spec: of the layer whose output projection it is."""
+    """Returns the split of a weight on one of `shards` devices. spec: the GDN layer's, for its output projection."""
     runs = spec.value_heads // spec.key_heads if spec and spec.tiled else 1
     return ColumnSlices(SLICES // shards, runs)
 
 
 @dataclass(frozen=True, slots=True)
 class SliceShape:
-    """The struct of this name in kernels/sliced.cuh. columns: of the device. rows: of a unit. short: the
-    slots are short."""
+    """The shape of a slot, as the struct of this name in kernels/sliced.cuh. columns: columns on the device. rows: rows
+    of a unit. short: slots are short, because many tokens or a small card leave little room."""
 
     columns: int
     split: ColumnSlices
@@ -50,7 +50,7 @@ class SliceShape:
 
     @property
     def range(self) -> int:
-        """Columns of a slice in each run, at most."""
+        """Largest number of columns of a slice in one run."""
         units, count = self.columns // (self.split.runs * PLAIN_UNIT), self.split.slices
         while count > 1:  # the first half is the longer one
             units, count = (units + 1) // 2, count // 2
@@ -58,7 +58,7 @@ class SliceShape:
 
     @property
     def pieces(self) -> int:
-        """Slots that a range takes."""
+        """Number of slots per range."""
         fit = ((_ONE_TOKEN_BYTES - 2 * self.columns) // (WARPS * self.rows) - 64) // 128 * _PIECE_UNIT
         return -(-self.range // ((768 if self.rows < 8 else 448) if self.short else max(fit, _PIECE_UNIT)))
 
@@ -68,7 +68,7 @@ class SliceShape:
 
     @property
     def span(self) -> int:
-        """Slices of a copy."""
+        """Number of slices per copy."""
         count, slices = 1, self.split.slices
         whole = self.columns == slices * self.piece
         while whole and 2 * count <= slices and 4 * count * self.range <= _COPY_BYTES:
@@ -77,11 +77,11 @@ class SliceShape:
 
     @property
     def joined(self) -> int:
-        """Slices of a slot, and warps that multiply them."""
+        """Number of slices per slot, which equals the number of warps that multiply a slot."""
         return self.span if self.span > 1 or not self.short else min(self.split.slices, _LANES // self.rows)
 
     @property
-    def _bytes(self) -> int:  # of a copy
+    def _bytes(self) -> int:  # per copy
         return self.span * self.piece * 2
 
     @property
@@ -91,7 +91,7 @@ class SliceShape:
 
     @property
     def copying(self) -> int:
-        """Warps that copy."""
+        """Number of warps that copy."""
         return 1 if self.short or self._bytes >= 1536 else 2 if self._bytes >= 1024 else 4
 
     @property
@@ -100,17 +100,17 @@ class SliceShape:
 
     @property
     def rounds(self) -> int:
-        """Slots of each team for the units that a block multiplies at once."""
+        """Number of slots that each team takes for the units that a block multiplies at once."""
         return self.split.runs * self.pieces
 
     @property
     def units(self) -> int:
-        """Units that a block multiplies at once."""
+        """Number of units that a block multiplies at once."""
         return WARPS // self.split.slices
 
     @property
     def check(self) -> str:
-        """Source that does not compile if the kernels' shape is another one."""
+        """CUDA source that fails to compile if the kernels' shape differs from this one."""
         shape = f"SliceShape<{self.columns}, {self.split.slices}, {self.split.runs}, {self.rows}, {int(self.short)}>"
         return (f"static_assert({shape}::SLOT == {self.slot} && {shape}::PARTS == {self.rounds} && "
                 f"{shape}::COPYING == {self.copying});\n")

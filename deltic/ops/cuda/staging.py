@@ -1,5 +1,5 @@
-"""Copies a step's integers to the device by small kernels, and inserts tokens and cursors that only the device knows. A
-kernel, unlike a copy engine, does not wait for copies in other streams."""
+"""Copies a step's integers to the device by small kernels, and inserts tokens and cursors that exist only there. Unlike
+a copy engine, a kernel does not wait for copies in other streams."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from deltic.ops.input_columns import cuda_header
 from deltic.ops.noise import keys_at
 
 MAX_NUMBERS = 1 << 14
-"""int64 numbers up to which a kernel is faster than a copy."""
+"""Largest number of int64 numbers for which a kernel is faster than a copy."""
 _BLOCK_NUMBERS = 1024
-"""Numbers of a block."""
+"""Numbers that one block copies."""
 _BUFFERS = 16
-"""Pinned buffers allocated at once: allocating blocks everything else on the card."""
+"""Number of pinned buffers allocated at once, because an allocation blocks everything else on the card."""
 _MOST_TOKENS = 256
-"""Tokens of a step whose cursors only the device knows, at most."""
+"""Largest number of tokens of a step with cursors that exist only on the device."""
 
 
 def source() -> str:
@@ -36,8 +36,8 @@ def source() -> str:
 def sender(host: Tensor, numbers: Tensor, tokens: int) -> Callable[[Tensor | None], None] | None:
     """Returns a function that copies `host` [N] int64, pinned, to `numbers` [N] on a device, in stream order.
 
-    Its argument is None, or int64 numbers [M] on the device that replace the second number and the following ones,
-    `tokens` in all; the last numbers of `host` are their indices. None if there are no kernels, or a copy is faster.
+    Its argument is None, or int64 numbers [M] on the device: `tokens` of these replace the second number and the next
+    ones. The last numbers of `host` are their indices. Returns None without kernels, or if a copy is faster.
     """
     count, device = len(host), numbers.device
     module = _module(device) if 0 < count <= MAX_NUMBERS else None
@@ -54,10 +54,10 @@ def sender(host: Tensor, numbers: Tensor, tokens: int) -> Callable[[Tensor | Non
 
 
 def mover(numbers: Tensor, rows: int, pages: int, tokens: int) -> Callable[[Tensor], None] | None:
-    """Returns a function that moves a bucket's cursors to where the device has them.
+    """Returns a function that updates a bucket's cursors on the device; None if the kernels cannot be compiled.
 
-    numbers: of the bucket's steps, laid out as in runner/input_batch. Its argument: numbers [M] int64 on the device, in
-        which each token is followed by its position. None if there are no kernels.
+    numbers: input of the bucket's steps, laid out as in runner/input_batch. The function's argument: numbers [M] int64
+        on the device, in which each token is followed by its position.
     """
     module = _module(numbers.device) if numbers.is_cuda and tokens <= _MOST_TOKENS else None
     if module is None:
@@ -73,8 +73,8 @@ def mover(numbers: Tensor, rows: int, pages: int, tokens: int) -> Callable[[Tens
 
 
 def row_keys(answers: Tensor, done: Tensor, keys: Tensor) -> None:
-    """Writes the keys [R, n] int64 of the draws after rows' first tokens and the following ones. answers [R] int64:
-    `noise.answer_key` of each row. done [R] int64: cursors of the first tokens. All on one device."""
+    """Writes the keys [R, n] int64 of the draws that follow each row's first n tokens. answers [R] int64: each row's
+    `noise.answer_key`. done [R] int64: cursors of the first tokens. All tensors are on one device."""
     rows, width = keys.shape
     module = _module(keys.device) if keys.is_cuda else None
     if module is None:
@@ -86,7 +86,7 @@ def row_keys(answers: Tensor, done: Tensor, keys: Tensor) -> None:
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copies a host tensor to the device, in stream order, without waiting. Small tensors are read by a kernel."""
+    """Copies a host tensor to the device in stream order, without waiting. A kernel copies small tensors."""
     module, count = _module(device), -(-host.nbytes // 8)
     if module is None or not 0 < count <= MAX_NUMBERS:
         return host.pin_memory().to(device, non_blocking=True)  # torch reuses pinned memory only after it was read
@@ -102,7 +102,7 @@ def on_device(host: Tensor, device: torch.device) -> Tensor:
 
 
 def _staging(device: torch.device) -> tuple[Tensor, torch.cuda.Event]:
-    """Returns pinned memory that is free, and an event to record when it is free again."""
+    """Returns free pinned memory, and an event to record after the last launch that reads the memory."""
     pieces = _buffers(device)
     with suppress(IndexError):
         piece, read = pieces.popleft()

@@ -1,4 +1,4 @@
-"""Gated DeltaNet layers with state delta logs: rows of several tokens, and rows with entries in a log."""
+"""Gated DeltaNet layers with state delta logs: steps of rows with several tokens, or with entries in a log."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from deltic.ops.types import RING, Batch, CacheViews, DeltaLogView, GdnSpec, Gdn
 
 @dataclass(frozen=True, slots=True)
 class NewDeltas:
-    """What a step's rows append, before it goes to their logs, and core.
+    """The entries that a step's rows append to their logs at the end of the step, and scratch memory.
 
-    inputs [layers, T, C] bf16, keys [layers, T, Hk * Dk], decays [layers, T, Hv] float32.
-    core [T, values] float32: a layer's heads, neither normed nor gated.
+    inputs [layers, T, C] bf16. keys [layers, T, Hk * Dk], decays [layers, T, Hv] float32.
+    core [T, values] float32: scratch memory for a layer's heads before their norm and gate.
     """
 
     inputs: Tensor
@@ -37,7 +37,7 @@ class NewDeltas:
 
 
 class StateDeltaLog:
-    """The delta logs of a model; those of its layers lie one after another."""
+    """The state delta logs of a model. The logs of its layers are contiguous."""
 
     def __init__(self, module: Module, views: CacheViews, spec: GdnSpec, most_rows: int) -> None:
         logs = [state.delta_log for state in views.states if state.delta_log is not None]
@@ -51,7 +51,7 @@ class StateDeltaLog:
         self._ended = torch.zeros(most_rows * spec.value_heads, dtype=torch.int32, device=self._device)
 
     def begin(self, tokens: int) -> NewDeltas:
-        """Allocates a step's entries."""
+        """Allocates the new entries of a step."""
         spec, layers = self._spec, len(self._states)
         return NewDeltas(torch.empty(layers, tokens, spec.channels, dtype=torch.bfloat16, device=self._device),
                      torch.empty(layers, tokens, spec.keys, device=self._device),
@@ -60,7 +60,7 @@ class StateDeltaLog:
 
     def mix(self, mixer: GdnWeights, store: int, batch: Batch, proj: Tensor, stride: int, y: Tensor,
             new: NewDeltas) -> None:
-        """Computes a layer's heads from projections [T, stride], normed and gated: y [T, values] bf16."""
+        """Computes a layer's heads from projections [T, stride], normed and gated, to y [T, values] bf16."""
         spec, state = mixer.spec, self._states[store]
         kind, heads = "few" if proj.dtype == torch.float32 else "many", spec.value_heads * len(batch.source)
         blocks = spec.value_dim // gdn_slice(spec, kind, mixer.shards) * heads
@@ -71,15 +71,15 @@ class StateDeltaLog:
 
     def mix_decode_rows(self, mixer: GdnWeights, store: int, batch: Batch, proj: Tensor, stride: int, y: Tensor,
                         blocks: int) -> None:
-        """As `mix`, for many rows of one token whose states pass whole, in so many blocks. Entries go to the logs at
-        once, which have room for them."""
+        """Works like `mix` for many rows of one token, with whole states in shared memory and at most `blocks` blocks.
+        Appends the entries to the logs at once; the logs must have room for them."""
         state, heads = self._states[store], mixer.spec.value_heads * len(batch.source)
         self._module.launch("k_gdn_many_rings", (min(heads, blocks),), WHOLE_STATE_THREADS, args.OverRingsArgs(
             **gdn_arguments(mixer, state, batch, proj, stride, y), **_log_arguments(state, batch), heads=heads),
             card_of(self._device).whole_state_bytes)
 
     def end(self, batch: Batch, new: NewDeltas) -> None:
-        """Appends the step's entries to the logs. Call it after the last layer."""
+        """Appends the step's entries to the logs. Call this after the last layer."""
         if not batch.layout.appends:
             return
         log, tokens = self._first, new.inputs.shape[1]
@@ -92,7 +92,7 @@ class StateDeltaLog:
 
 def gdn_arguments(mixer: GdnWeights, state: StateView, batch: Batch, proj: Tensor, stride: int, y: Tensor
                   ) -> dict[str, object]:
-    """Returns the members of `GdnArgs` except heads. proj [T, stride]: projections. y: receives the heads' outputs."""
+    """Returns all members of `GdnArgs` but `heads`. proj [T, stride]: projections. y: receives the heads' outputs."""
     spec = mixer.spec
     return {
         "proj": proj, "conv": mixer.conv, "decay": mixer.decay, "dt_bias": mixer.dt_bias, "norm": mixer.norm,
@@ -113,7 +113,7 @@ def _log(state: StateView) -> DeltaLogView:
 
 
 def flush_delta_log(states: tuple[StateView, ...], source: int, log: int, base: int, done: int, target: int) -> None:
-    """As `Ops.flush_delta_log`, with the bits of the kernels here; torch serves states that they do not know."""
+    """Implements `Ops.flush_delta_log` with the bits of the kernels. Torch serves states that they do not support."""
     conv, state = states[0].conv, states[0].recurrent
     kind = STATES.get(state.dtype)
     known = conv.dtype == torch.bfloat16 and conv.shape[1] == 4 and conv.is_cuda and state.shape[3] % 4 == 0
@@ -136,14 +136,14 @@ def flush_delta_log(states: tuple[StateView, ...], source: int, log: int, base: 
 
 
 def _step(layers: list[Tensor]) -> int:
-    """Elements from one layer's tensor to the next layer's; all distances must be equal."""
+    """Returns the number of elements between the tensors of consecutive layers. All distances must be equal."""
     distances = {second.data_ptr() - first.data_ptr() for first, second in pairwise(layers)} or {0}
     assert len(distances) == 1, "layers do not lie one after another"
     return distances.pop() // layers[0].element_size()
 
 
 def flush_source(state: str = "float") -> str:
-    """Returns the CUDA source of the kernel. state: as in `Shapes`."""
+    """Returns the CUDA source of the kernel that flushes logs. state: as in `Shapes`."""
     return state_header(state) + headers("gdn", "verify") + entry("fold", "Fold", "256", "fold")
 
 

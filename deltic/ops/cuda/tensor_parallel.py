@@ -1,5 +1,5 @@
-"""A step on several devices from one thread: the layers of all devices are launched in turns, and a sum over devices is
-exchanged wherever each device has only its part."""
+"""Runs a step on several devices from one thread. The devices' layers are launched in turns. Wherever each device has
+only its part of a sum, the parts are exchanged."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from deltic.ops.types import Batch
 
 Result = TypeVar("Result")
 _MAX_EXACT_ROWS, MAX_SUMMED_ROWS = 64, 512
-"""Rows of a step whose float32 sums, and whose bfloat16 sums, peers make by stores."""
+"""Largest numbers of rows that are summed by peer stores: float32 parts, and bfloat16 parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
     """One device's part of a sum over all devices.
 
-    own [T, H]: the part; float32 of few tokens, bfloat16 of many. residual [T, H] float32: the sum is added to it;
-    None: `own` becomes the sum. norm: of the residual after the sum, with a bfloat16 part.
+    own [T, H]: the part, float32 for few tokens, bfloat16 for many. residual [T, H] float32: the sum is added to it;
+    None: `own` becomes the sum. norm: the residual's norm after the addition, only with a bfloat16 part.
     """
 
     own: Tensor
@@ -35,33 +35,33 @@ class PartialSum:
 
 
 Shared = Generator[PartialSum, None, Result]
-"""The launches of one device. Yields a part where the next launches need the sum; ends with the device's result."""
+"""Launches of one device. Yields a part where the next launches need the sum, and returns the device's result."""
 
 
 def part_of(residual: Tensor, shards: int) -> Tensor:
-    """Returns where one of `shards` devices writes its part of what is added to the residual of few tokens; with one
-    device to the residual itself."""
+    """Returns the tensor for a device's part of a sum that is added to the residual of few tokens. With one device this
+    is the residual itself."""
     return residual if shards == 1 else torch.empty_like(residual)
 
 
 def add_part(part: Tensor, residual: Tensor) -> Shared[None]:
-    """Adds all devices' parts to the residual, unless it is what `part_of` returned."""
+    """Adds all devices' parts to the residual. Does nothing if `part_of` returned the residual itself."""
     if part is not residual:
         yield PartialSum(part, residual)
 
 
 class PartExchange(Protocol):
-    """Launches sums over devices. Nothing waits for a device."""
+    """Launches sums over devices without waiting for a device."""
 
     def __call__(self, parts: Sequence[PartialSum]) -> None:
-        """parts: of each device, in their order, equal in shape."""
+        """Launches one sum. parts: each device's part, in the order of the devices, all of the same shape."""
 
 
 class PeerExchange:
-    """Sums by stores into the memory of peers, as `AllReduce`; those of longer prompts by NCCL."""
+    """Sums by stores into the memory of peers (`AllReduce`). Sums of longer prompts use NCCL."""
 
     def __init__(self, devices: Sequence[torch.device], hidden: int) -> None:
-        # torch's memory may be mapped in pages, which the other devices of the process cannot reach
+        # torch may map its memory in pages that other devices of the process cannot reach
         os.environ["NCCL_P2P_DIRECT_DISABLE"] = "1"
         self._sums = AllReduce(devices, hidden, _MAX_EXACT_ROWS, MAX_SUMMED_ROWS)
 
@@ -78,12 +78,12 @@ class PeerExchange:
                     self._sums.add(rank, part.own, part.residual)
 
     def check(self) -> None:
-        """Raises UnavailableError if a device waited for another one in vain."""
+        """Raises UnavailableError if a device timed out waiting for another one."""
         self._sums.check()
 
 
 def alone(launches: Shared[Result]) -> Result:
-    """Launches everything on the only device."""
+    """Runs all launches on the only device and returns the result."""
     try:
         next(launches)
     except StopIteration as stop:
@@ -94,8 +94,8 @@ def alone(launches: Shared[Result]) -> Result:
 
 def together(devices: Sequence[torch.device], launches: Sequence[Shared[Result]], exchange: PartExchange
              ) -> list[Result]:
-    """Launches on all devices in turns. They take the same steps, so that all parts of a sum come at the same time.
-    Returns their results. A device's queue of launches is never filled up while it waits for another one's part."""
+    """Runs the launches of all devices in turns and returns the results. All devices yield the same sums in the same
+    order. Therefore no device's launch queue fills up while the device waits for another one's part."""
     results = list[Result]()
     while not results:
         parts = list[PartialSum]()
@@ -112,8 +112,8 @@ def together(devices: Sequence[torch.device], launches: Sequence[Shared[Result]]
 
 
 class ShardedLogits(Tensor):
-    """Logits [L, V] whose columns several devices have: `parts`. Every operation takes `whole`, the logits on the first
-    device, which are brought there when an operation needs them."""
+    """Logits [L, V] with columns on several devices: `parts`. Every operation uses `whole`, all logits on the first
+    device. The first operation gathers them there."""
 
     parts: tuple[Tensor, ...]
     _whole: Tensor | None
@@ -142,23 +142,23 @@ class ShardedLogits(Tensor):
 
 
 class DeviceStep(Protocol):
-    """The launches of one device's part of a model."""
+    """Launches steps of one device's part of a model."""
 
     @property
     def device(self) -> torch.device: ...
 
     def launches(self, batch: Batch) -> Shared[tuple[Tensor, Tensor | None]] | None:
-        """Returns the launches of a step, as `Ops.step` without calling them; None if it is not served."""
+        """Returns a generator that launches a step, as `Ops.step` does; None if the batch is not served."""
 
     def prepare_prompts(self, most: int) -> None:
-        """As `PreparesPrompts`."""
+        """Implements `PreparesPrompts`."""
 
 
 class ShardedStep:
-    """Computes the logits of a batch on several devices. The batch and the result are on the first one.
+    """Computes the logits of a batch on several devices. The batch and the result are on the first device.
 
-    follow: called on each device behind a step, with the device's number, its batch and the hidden states of all
-    tokens, if the batch asks for them.
+    follow: called for each device after a step's launches, with the device's number, its batch and the hidden states
+    of all tokens, if the batch requests hidden states.
     """
 
     def __init__(self, steps: Sequence[DeviceStep], exchange: PartExchange) -> None:
@@ -167,7 +167,7 @@ class ShardedStep:
         self.follow: Callable[[int, Batch, Tensor], None] | None = None
 
     def check(self) -> None:
-        """Raises UnavailableError if a device waited for another one in vain in an earlier step. Waits for none."""
+        """Raises UnavailableError if a device timed out in an earlier step. Waits for devices only in that case."""
         if isinstance(self.exchange, PeerExchange):
             self.exchange.check()
 
@@ -176,14 +176,14 @@ class ShardedStep:
         return None if found is None else self.joined(found)
 
     def prepare_prompts(self, most: int) -> None:
-        """As `PreparesPrompts`, on each device."""
+        """Implements `PreparesPrompts` on each device."""
         for step in self._steps:
             with torch.cuda.device(step.device):
                 step.prepare_prompts(most)
 
     def run(self, batches: Sequence[Batch]) -> list[tuple[Tensor, Tensor | None]] | None:
-        """Launches a step, given its batch on each device. Returns each device's logits, of its part of the vocabulary,
-        and hidden states."""
+        """Launches a step. batches: the batch on each device. Returns each device's logits, for its part of the
+        vocabulary, and its hidden states; None if a device does not serve the batch."""
         launches = []
         for step, batch in zip(self._steps, batches, strict=True):
             own = step.launches(batch)
@@ -203,7 +203,7 @@ class ShardedStep:
 
 
 def batch_on(batch: Batch, device: torch.device) -> Batch:
-    """Returns the batch with its tensors on a device; itself if they are there."""
+    """Returns the batch with its tensors on a device; the batch itself if they are already there."""
     if batch.ids.device == device:
         return batch
     moved: dict[str, Any] = {
@@ -219,8 +219,8 @@ def batch_on(batch: Batch, device: torch.device) -> Batch:
 
 def record_all(launch: Callable[[], Result], devices: Sequence[torch.device], pools: Sequence[Any]
                ) -> tuple[list[torch.cuda.CUDAGraph], Result]:
-    """Returns a graph for each device of what `launch` launches there, none of which runs, and the result of `launch`.
-    pools: as in `driver.record`, of each device."""
+    """Records what `launch` launches on each device, without running it. Returns one graph per device, and the result
+    of `launch`. pools: one per device, as in `driver.record`."""
     if len(devices) == 1:
         with torch.cuda.device(devices[0]):
             graph, result = record(launch, pools[0])
