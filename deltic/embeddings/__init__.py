@@ -1,1 +1,1 @@
-"""Texts to vectors and scores: encoders of the BERT family, and decoders that embed or judge."""
+"""Converts texts to vectors and scores: encoders of the BERT family, and decoders that embed or rerank."""

@@ -35,19 +35,19 @@ class EncodeJob:
     items: Sequence[Item]
     wanted: frozenset[Output]
     on_item: Callable[[int], None] | None = None
-    """Is called in the batcher's thread for each finished item; an exception fails the job."""
+    """Called in the batcher's thread with 1 for each finished item; an exception fails the job."""
     client: str = ""
-    """Jobs of a client share its turn and its part of the queue; "": the job has its own."""
+    """Jobs of one client share its turn and its part of the queue; "": the job has a turn and a part of its own."""
     future: Future[list[Vectors]] = field(default_factory=Future)
     found: list[Vectors | None] = field(default_factory=list)
     taken: int = 0
-    """Items that a batch has taken."""
+    """Number of items that a batch has taken."""
     left: int = 0
-    """Items without a result."""
+    """Number of items without a result."""
     queued: int = 0
-    """Tokens that no batch has taken."""
+    """Tokens of items that no batch has taken."""
     running: int = 0
-    """Tokens in batches."""
+    """Tokens of items in running batches."""
 
     def __post_init__(self) -> None:
         self.left = len(self.items)
@@ -60,7 +60,7 @@ class EncodeJob:
 
     @property
     def waiting(self) -> int:
-        """Items that no batch has taken."""
+        """Returns the number of items that no batch has taken."""
         return len(self.items) - self.taken
 
     @property
@@ -69,7 +69,7 @@ class EncodeJob:
 
     @property
     def size(self) -> int:
-        """Tokens without a result."""
+        """Returns the number of tokens without a result."""
         return self.queued + self.running
 
     def fail(self, error: BaseException) -> None:
@@ -96,7 +96,7 @@ Place = tuple[EncodeJob, int]
 class Batcher:
     """Runs a model in its own thread, which starts with the first job and ends with `close` or `end`.
 
-    max_tokens: of all unfinished items.
+    max_tokens: limit for the tokens of all unfinished items.
     """
 
     def __init__(self, model: TextModel, max_tokens: int) -> None:
@@ -104,7 +104,7 @@ class Batcher:
         self._queues: OrderedDict[Hashable, OrderedDict[EncodeJob, None]] = OrderedDict()  # by client, next one first
         self._unfinished: dict[EncodeJob, None] = {}  # in order of arrival
         self._process = os.getpid()
-        self._closed: str | None = None  # the reason
+        self._closed: str | None = None  # why the batcher is closed
         self._exiting = False
         self._changed = threading.Condition()
         self._thread: ComputeThread | None = None
@@ -112,15 +112,15 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Tokens without a result."""
+        """Returns the number of tokens without a result."""
         with self._changed:
             return sum(job.size for job in self._unfinished)
 
     def submit(self, job: EncodeJob) -> EncodeJob:
         """Queues a job.
 
-        Raises BusyError if the queue is full and no client holds more, UnavailableError after `close` or in a fork,
-        RequestError in the batcher's own thread.
+        Raises BusyError if the queue is full and no client has more tokens in it, UnavailableError after `close` or in
+        a fork, RequestError in the batcher's own thread.
         """
         if self._forked:
             raise forked_from(self._process)
@@ -144,7 +144,7 @@ class Batcher:
         return job
 
     def _make_room(self, job: EncodeJob) -> None:
-        """Fails jobs of clients that hold more, if that makes room. Raises BusyError otherwise."""
+        """Fails jobs of clients with more tokens in the queue, if that makes room. Raises BusyError otherwise."""
         displaced = to_give_up([(each, each.size) for each in self._unfinished], job.client, job.size,
                                self._max_tokens)
         if displaced is None:
@@ -156,7 +156,7 @@ class Batcher:
                                 "their place to another client's (max_live_tokens): try again later"))
 
     def forget(self, job: EncodeJob) -> None:
-        """Removes a job that is finished, failed or cancelled."""
+        """Removes a job that has finished, failed or been cancelled."""
         if self._forked:
             return
         with self._changed:
@@ -175,14 +175,14 @@ class Batcher:
             self._thread.join()
 
     def end(self) -> None:
-        """As `close`, without waiting."""
-        if not self._forked:  # in a fork the lock may be held forever
+        """Closes the batcher like `close`, without waiting."""
+        if not self._forked:  # in a forked process the lock may never be released
             with self._changed:
                 self._closed = self._closed or CLOSED
                 self._changed.notify()
 
     def _exit(self) -> None:
-        """Ends the thread at the process's end, without failing jobs: only daemon threads still wait for them."""
+        """Ends the thread when the process exits, without failing jobs: only daemon threads still wait for them."""
         if not self._forked:
             with self._changed:
                 self._exiting = True
@@ -221,7 +221,7 @@ class Batcher:
                 finish()
 
     def _next_batch(self, wait: bool) -> list[Place]:
-        """Returns the next batch, which is empty after `close`, or if there are no items and `wait` is False."""
+        """Returns the next batch. It is empty after `close`, or if there are no items and `wait` is False."""
         with self._changed:
             while not (self._closed or self._exiting):
                 batch = self._take()
@@ -254,7 +254,7 @@ class Batcher:
         return batch
 
     def _start(self, places: Sequence[Place], wanted: frozenset[Output]) -> Callable[[], None]:
-        """Starts a batch. Returns a function that waits for the results and hands them out."""
+        """Starts a batch. Returns a function that waits for the results and gives them to the jobs."""
         items = [job.items[index] for job, index in places]
         try:
             finish = self._model.start(items, wanted)

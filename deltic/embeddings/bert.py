@@ -27,7 +27,7 @@ from deltic.ops.torch.basic import embed
 from deltic.ops.torch.encoder import embeddings, on_device, segment_reduce, to_host
 
 _SHORT_TEXT: Final = 16
-"""Tokens of a short text (`Bert.warm_up`)."""
+"""Number of tokens of a short text (`Bert.warm_up`)."""
 _NOT_FINITE: Final = "the model gave no numbers (NaN or infinite): its weights, dtype or a kernel are broken"
 
 States = Callable[[Ragged], Tensor]
@@ -64,8 +64,8 @@ class Bert:
     def warm_up(self) -> None:
         """Runs batches of the largest size, which reserves their device memory before other models measure the rest.
 
-        Long texts need the most memory for attention, short ones for results. As in service, the next batch starts
-        before the results of the last are read.
+        Long texts need the most memory for attention, short texts for results. As in service, the next batch starts
+        before the results of the previous one are read.
         """
         finish: list[Callable[[], list[Vectors]]] = []
         for length in (min(self.budget, self.max_length), min(self.budget, _SHORT_TEXT)):
@@ -79,8 +79,8 @@ class Bert:
         """Does nothing: the memory is freed with the object."""
 
     def _outputs(self, items: Sequence[Item], wanted: frozenset[Output]) -> dict[str, Tensor]:
-        """Returns tensors on the device: dense [N, D], score [N]; for each token sparse [T, 1], colbert [T, D], and
-        always finite [T] bool."""
+        """Returns tensors on the device: dense [N, D], score [N]; and for each token sparse [T, 1], colbert [T, D]
+        and, in all cases, finite [T] bool."""
         lengths, hidden = [len(item) for item in items], self.hidden(items)
         found = {"finite": torch.isfinite(hidden.sum(1, dtype=torch.float32))}
         if "dense" in wanted:
@@ -94,7 +94,7 @@ class Bert:
         return found
 
     def _vectors(self, items: Sequence[Item], outputs: Mapping[str, Tensor]) -> list[Vectors]:
-        """Returns the items' results. outputs: on the host."""
+        """Returns the items' results. outputs: tensors on the host."""
         lengths = [len(item) for item in items]
         by_item: dict[str, Any] = {
             name: rows.split(lengths) if name in ("finite", "sparse", "colbert") else rows
@@ -142,8 +142,8 @@ class Bert:
         return Ragged(ids, places, types, starts)
 
     def _own_memory(self) -> AbstractContextManager[None]:
-        """Keeps a batch's device memory for this model, even while it is idle: weights that are loaded later would
-        else take its place, and the next batch would need more."""
+        """Reserves a batch's device memory for this model, even while it is idle. Otherwise weights that are loaded
+        later would occupy this memory, and the next batch would need more."""
         if self._workspace is None:
             return nullcontext()
         return self._workspace.use(self._backend.device)
@@ -163,8 +163,8 @@ def _sparse_weights(item: Item, column: Tensor) -> dict[int, float]:
 def _pooled(states: Tensor, lengths: Sequence[int], prompts: Sequence[int], poolings: Sequence[str]) -> Tensor:
     """Pools the states [T, H] of N texts, one after another. Returns vectors [N, H * poolings] float32.
 
-    A text's vector depends on its own states alone. prompts: leading tokens of each text that do not count, except for
-    cls and lasttoken.
+    A text's vector depends only on its own states. prompts: number of leading tokens of each text that are not pooled,
+    except for cls and lasttoken.
     """
     sizes, skipped = torch.tensor(lengths), torch.tensor(prompts)
     ends = sizes.cumsum(0)
@@ -189,7 +189,7 @@ def _reduced(pooling: str, rows: Tensor, places: Tensor, lengths: Tensor) -> Ten
             return segment_reduce(rows, pooling, lengths)
         case "mean_sqrt_len":
             return segment_reduce(rows, "sum", lengths) / lengths[:, None].sqrt()
-        case "weightedmean":  # a token's weight is its place, from 1
+        case "weightedmean":  # a token's weight is its position, counted from 1
             weights = (places + 1).to(rows.dtype)[:, None]
             return segment_reduce(rows * weights, "sum", lengths) / segment_reduce(weights, "sum", lengths)
     raise AssertionError(f"{pooling} is no pooling")
@@ -242,6 +242,6 @@ def _states_of(weights: EncoderWeights, backend: EncoderBackend) -> States:
 
 
 def _threads(options: EngineConfig, config: EncoderConfig) -> int:
-    """Returns the number of threads for the layers' matrices."""
+    """Returns the number of threads for the matrix products of the layers."""
     hidden = config.hidden_size
     return options.threads_for(config.layers * hidden * (4 * hidden + 2 * config.intermediate_size))

@@ -1,4 +1,4 @@
-"""Compiles encoders of the BERT family with TVM, and runs what was compiled."""
+"""Compiles encoders of the BERT family with TVM, and runs compiled encoders."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FILES: Final = ("config.json", "tokenizer.json", "tokenizer_config.json", "modu
 
 
 class CompiledEncoder:
-    """Runs a compiled encoder. Raises ModelError as `CompiledLibrary` does, or for a language model."""
+    """Runs a compiled encoder. Raises ModelError like `CompiledLibrary`, and for a language model."""
 
     def __init__(self, folder: Path, config: EncoderConfig, threads: int) -> None:
         metadata, _ = read_metadata(folder)
@@ -64,7 +64,7 @@ class CompiledEncoder:
 
 def compile_encoder(stored: StoredEncoder, folder: Path, *, dtype: StoredType = "float32", target: str = "llvm"
                     ) -> Compiled:
-    """Compiles an encoder into an existing directory. dtype: of the matrices and the word table."""
+    """Compiles an encoder into an existing directory. dtype: dtype of the matrices and the word table."""
     require_extra("tvm")
     from deltic.export.tvm.network import EncoderNetwork, encoder_specification
 
@@ -81,7 +81,7 @@ def compile_encoder(stored: StoredEncoder, folder: Path, *, dtype: StoredType = 
 
 
 def encoder_bytes(stored: StoredEncoder, dtype: StoredType) -> int:
-    """Returns a lower bound of the parameters' size on disk."""
+    """Returns a lower bound for the parameters' size in bytes on disk."""
     count = sum(int(np.prod(source.shape)) for source in stored.sources.values())
     return count * (2 if dtype == "float16" else 4)
 
@@ -135,7 +135,7 @@ _ENDS: Final = {".weight": "weight", "_bias": "bias", ".scale": "weight", ".shif
 
 
 def _sources(name: str) -> list[str]:
-    """Returns Hugging Face's names of the tensors that a parameter consists of."""
+    """Returns Hugging Face's names of the tensors that make up a parameter."""
     if name in _TOP:
         return [f"embeddings.{_TOP[name]}"]
     _, number, rest = name.split(".", 2)

@@ -1,6 +1,6 @@
-"""Decoders that embed (the last token's state) or rerank (yes against no), run by the engine.
+"""Decoders that embed (by the last token's state) or rerank (by the logits of yes and no), run by the engine.
 
-The engine's prefix cache computes a shared instruction once.
+The engine's prefix cache computes a shared instruction only once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that
 class DecoderTextModel:
     """A loaded decoder, a `TextModel`.
 
-    judge [H]: of a reranker; its product with a state is the logit of yes minus that of no.
+    judge [H]: set for a reranker; its product with a state is the logit of yes minus the logit of no.
     """
 
     overlaps = False
@@ -70,7 +70,7 @@ class DecoderTextModel:
             self._worker.engine.close()
 
     def _collect(self, ids: Sequence[str], mailbox: EventMailbox) -> list[Vectors]:
-        """Waits for the results of requests."""
+        """Waits for the results of the requests."""
         found: dict[str, Vectors] = {}
         while len(found) < len(ids):
             for event in mailbox.get():
@@ -91,7 +91,7 @@ class DecoderTextModel:
 
 def load_decoder(name: str, place: Path, task: str, options: EngineConfig, revision: str | None = None,
                  progress: Progress | None = None) -> DecoderTextModel:
-    """Loads a decoder. For task auto it is a reranker if its name says so."""
+    """Loads a decoder. With task "auto", the model is a reranker if its name contains "rerank"."""
     file = GgufFile.open(place) if place.is_file() else None
     directory = place.parent if file else place
     if file and gives_vectors(file):
@@ -117,9 +117,9 @@ def decoder_texts(decoder: DecoderTextModel, max_length: int) -> EncoderTokenize
 
 def reranker_pairs(texts: EncoderTokenizer, instruction: str | None
                    ) -> Callable[[str, Sequence[str], bool, str | None], list[Item]]:
-    """Returns a function that makes a Qwen3-Reranker's items of a query and documents.
+    """Returns a function that builds a Qwen3-Reranker's items from a query and documents.
 
-    instruction: for requests without their own.
+    instruction: used for requests without an instruction of their own.
     """
     def pairs(query: str, documents: Sequence[str], truncate: bool, requested: str | None) -> list[Item]:
         before, after = texts.raw([_BEFORE, _AFTER])
@@ -129,7 +129,7 @@ def reranker_pairs(texts: EncoderTokenizer, instruction: str | None
 
 
 def _judge(runtime: ModelRunner, directory: Path) -> Tensor:
-    """Returns the head's row of yes minus that of no [H]."""
+    """Returns the head's row of yes minus its row of no [H]."""
     stored = runtime.tokenizer.tokenizer if runtime.tokenizer else (directory / "tokenizer.json").read_text("utf-8")
     backend = backend_of(stored, directory)
 

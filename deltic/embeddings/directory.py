@@ -39,13 +39,13 @@ class StoredEncoder:
     heads: Callable[[EncoderBackend], Heads]
     """Reads the layers after the encoder."""
     texts: Callable[[int], EncoderTokenizer]
-    """Reads the tokenizer, for items of up to so many tokens."""
+    """Reads the tokenizer. Its argument is the maximum number of tokens of an item."""
     compiled: bool = False
-    """The states come from a compiled library, and sources holds the classifier alone."""
+    """True if the states come from a compiled library; `sources` then contains only the classifier."""
 
 
 def read_directory(directory: Path) -> StoredEncoder:
-    """Raises ModelError naming the file, key or tensor that cannot be used."""
+    """Reads an encoder's directory. Raises ModelError naming the file, key or tensor that cannot be used."""
     path = directory / "config.json"
     hf_config = read_json(path)
     try:
@@ -72,7 +72,7 @@ _ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "torch.nn.modules.linear.Identity": nn.Identity(), "torch.nn.modules.activation.Tanh": torch.tanh,
     "torch.nn.modules.activation.ReLU": torch.relu, "torch.nn.modules.activation.GELU": nn.functional.gelu,
     "torch.nn.modules.activation.Sigmoid": torch.sigmoid}
-"""Activations by their names in files, from which nothing is imported."""
+"""Activations by their names in files. The names are only looked up here, nothing is imported by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +84,7 @@ class Heads:
     classifier: tuple[Affine, Affine] | None = None
     """Two layers over the first token's state."""
     activation: Activation = torch.sigmoid
-    """Of the classifier's score."""
+    """Activation of the classifier's score."""
 
     @property
     def outputs(self) -> frozenset[Output]:

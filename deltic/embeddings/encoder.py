@@ -1,4 +1,4 @@
-"""`Encoder`: texts to vectors, and documents ranked by a query."""
+"""`Encoder` converts texts to vectors, and ranks documents by a query."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from deltic.loader.safetensors import Progress
 Kind = Literal["query", "passage"]
 
 _FIRST_WINDOW, _MAX_WINDOW = 64, 2048
-"""Texts that are tokenized at a time, while the model runs the ones before: first few, so that the model starts soon,
-then twice as many each time."""
+"""Number of texts that are tokenized at a time while the model runs the previous ones: first few, so that the model
+starts soon, then twice as many each time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A document's index in the given list, and its score: of a reranker from 0 to 1, of vectors the cosine."""
+    """A document's index in the given list, and its score: from 0 to 1 for a reranker, the cosine for vectors."""
 
     index: int
     score: float
@@ -44,9 +44,9 @@ class Encoder:
 
     Calls may come from any thread: one thread runs the model and batches concurrent requests.
 
-    task: "embed", "rerank" or, by the model's files, "auto". max_length: tokens of a text, at most the model's.
-    instruction: for rerankers that are decoders; others take none. Raises ConfigError for unknown options, ModelError
-    for unusable models. Calls raise RequestError for requests that cannot be served.
+    task: "embed", "rerank" or "auto" (determined from the model's files). max_length: maximum tokens of a text, at most
+    the model's. instruction: for rerankers that are decoders; other models take none. Raises ConfigError for unknown
+    options, ModelError for unusable models. Calls raise RequestError for requests that cannot be served.
     """
 
     def __init__(self, model: str | Path, *, task: Task = "auto", revision: str | None = None,
@@ -66,28 +66,28 @@ class Encoder:
 
     @property
     def dimension(self) -> int:
-        """Size of a vector; 0 if the model only scores."""
+        """Returns the size of a vector; 0 if the model only scores."""
         return self.model.dimension if "dense" in self.model.outputs else 0
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest text, including special tokens."""
+        """Returns the maximum tokens of a text, including special tokens."""
         return self.texts.max_length
 
     @property
     def scores(self) -> bool:
-        """True if the model scores pairs, False if it returns vectors."""
+        """Returns True if the model scores pairs, False if it returns vectors."""
         return "score" in self.model.outputs
 
     def encode(self, texts: str | Sequence[str], *, kind: Kind | str | None = None, prompt: str | None = None,
                dimensions: int | None = None, truncate: bool = True, progress: Callable[[int], None] | None = None
                ) -> NDArray[np.float32]:
-        """Returns vectors [N, D] float32, or [D] for a single text; of length 1 if the model's files say so.
+        """Returns vectors [N, D] float32, or [D] for a single text; scaled to length 1 if the model's files request it.
 
         kind: "query", "passage" or another name of the model's prompts. prompt: replaces the kind's prompt.
-        dimensions: keeps the first ones, scaled to length 1 again (Matryoshka). truncate: cut long texts; else they
-        raise RequestError. progress(n): is called for finished texts in the thread that runs the model. It must not
-        call the encoder (RequestError). Its exceptions are raised here.
+        dimensions: keeps this many leading dimensions, scaled to length 1 again (Matryoshka). truncate: cut long texts;
+        otherwise they raise RequestError. progress(n): called with finished texts, in the thread that runs the model.
+        It must not call the encoder (RequestError). Its exceptions are raised here.
         """
         single = isinstance(texts, str)
         check_callback(progress, "progress", "the finished texts")
@@ -107,13 +107,13 @@ class Encoder:
             raise RequestError(f"outputs must be a list of {', '.join(get_args(Output))}, not {show(outputs)}",
                                "outputs")
         found = self._encoded(texts, kind, prompt, truncate, None, frozenset(outputs))
-        special = self.texts.special  # their weights mean nothing
+        special = self.texts.special  # their weights have no meaning
         return [replace(vectors, sparse={id: weight for id, weight in vectors.sparse.items() if id not in special})
                 for vectors in found]
 
     def rank(self, query: str, documents: Sequence[str], *, top_n: int | None = None, truncate: bool = True
              ) -> list[Ranked]:
-        """Returns the documents, best first; equal ones in the given order. top_n: only the first ones."""
+        """Returns the documents, best first; equal scores keep the given order. top_n: returns only the first n."""
         if top_n is not None and (type(top_n) is not int or top_n < 0):
             raise RequestError(f"top_n must be an integer from 0 on, or None, not {show(top_n)}", "top_n")
         scores = self.score(query, documents, truncate=truncate)
@@ -129,7 +129,7 @@ class Encoder:
                    ) -> list[Item]:
         """Returns the items that score the documents: pairs, or the query and the documents.
 
-        instruction: replaces the encoder's own.
+        instruction: replaces the encoder's instruction.
         """
         query, documents = valid_text(query, "query"), as_texts(documents, "documents")
         check_flag(truncate, "truncate")
@@ -181,7 +181,7 @@ class Encoder:
 
     def _encoded(self, texts: Any, kind: str | None, prompt: str | None, truncate: bool,
                  progress: Callable[[int], None] | None, wanted: frozenset[Output]) -> Iterator[Vectors]:
-        """Yields results window by window, and tokenizes the next window while the model runs one."""
+        """Yields results window by window. Tokenizes the next window while the model runs the current one."""
         texts = as_texts(texts, "texts")
         check_flag(truncate, "truncate")
         waiting: list[tuple[EncodeJob, list[int], int]] = []
@@ -202,7 +202,7 @@ class Encoder:
 
 
 def _in_order(job: EncodeJob, order: Sequence[int], start: int) -> Iterator[Vectors]:
-    """Returns the results of a job whose items were reordered. start: index of its first text."""
+    """Returns the results of a reordered job in the original order. start: index of the job's first text."""
     found: list[Any] = [None] * len(order)
     for index, vectors in zip(order, job.future.result(), strict=True):
         found[index] = vectors
@@ -228,7 +228,7 @@ def shortened(vector: NDArray[Any] | None, dimensions: int | None, whole: int) -
 
 
 def check_dimensions(dimensions: int | None, whole: int) -> None:
-    """Raises RequestError unless a vector has so many dimensions."""
+    """Raises RequestError unless a vector has at least this many dimensions."""
     if dimensions is not None and (type(dimensions) is not int or not 1 <= dimensions <= whole):
         raise RequestError(f"dimensions must be an integer from 1 to {whole}, which this model's vectors have, not "
                            f"{show(dimensions)}", "dimensions")

@@ -40,10 +40,10 @@ from deltic.ops.quantized import PackedForm, QTensor
 
 ARCHITECTURE: Final = "bert"
 POOLING_TYPES: Final[Mapping[int, str]] = {0: "mean", 1: "mean", 2: "cls", 3: "lasttoken", 4: "cls"}
-"""Poolings by llama.cpp's numbers. 0: unspecified; 4: a reranker."""
+"""llama.cpp's number -> pooling. 0: unspecified; 4: a reranker."""
 RANK: Final = 4
 RECIPE: Final = "deltic.recipe"
-"""deltic's own key: what the files of sentence-transformers state, as JSON, where the format has no key for it."""
+"""deltic's own key: the settings of sentence-transformers' files, as JSON, where the format has no key for them."""
 _RECIPE_TYPES: Final = {"normalize": bool, "with_prompt": bool, "lower": bool, "max_length": int | None,
                         "default": str | None, "prompts": dict}
 _TOP: Final[Mapping[str, str]] = {
@@ -57,17 +57,17 @@ _MAX_SIZE: Final = 1 << 20
 
 
 def is_bert(file: GgufFile) -> bool:
-    """Returns whether a file holds an encoder of the BERT family."""
+    """Returns True if a file holds an encoder of the BERT family."""
     return file.metadata.get("general.architecture") == ARCHITECTURE
 
 
 def gives_vectors(file: GgufFile) -> bool:
-    """Returns whether a file holds an encoder, or a decoder with a pooling type."""
+    """Returns True if a file holds an encoder, or a decoder with a pooling type."""
     return is_bert(file) or f"{file.metadata.get('general.architecture')}.pooling_type" in file.metadata
 
 
 def gguf_names(config: EncoderConfig) -> dict[str, str]:
-    """Returns the GGUF names of `expected_tensors`, by Hugging Face's."""
+    """Returns the GGUF names of `expected_tensors` by Hugging Face's names."""
     modules = {hf_name: name for name, hf_name in _TOP.items()}
     for layer in range(config.layers):
         modules |= {f"encoder.layer.{layer}.{hf_name}": f"blk.{layer}.{name}" for name, hf_name in _BLOCK.items()}
@@ -100,7 +100,7 @@ def read_gguf(file: GgufFile) -> StoredEncoder:
 
 
 def read_gguf_recipe(file: GgufFile) -> Recipe:
-    """Returns how vectors are made. Without deltic's key they are pooled as the file says, and normalised."""
+    """Reads the recipe for vectors. Without deltic's key, vectors use the file's pooling type and are normalised."""
     stored = file.metadata.get(RECIPE)
     if stored is not None:
         return _parse_recipe(stored)
@@ -110,7 +110,7 @@ def read_gguf_recipe(file: GgufFile) -> Recipe:
 
 
 def recipe_keys(recipe: Recipe) -> dict[str, str]:
-    """Returns the metadata that `read_gguf_recipe` reads."""
+    """Returns the metadata keys that `read_gguf_recipe` reads."""
     return {RECIPE: json.dumps({key: value for key, value in asdict(recipe).items() if key != "dense"})}
 
 
@@ -202,7 +202,7 @@ logger = logging.getLogger(__name__)
 
 def convert_encoder(stored: StoredEncoder, name: str, path: Path, type: str, progress: Progress | None = None
                     ) -> Written:
-    """Writes an encoder's directory as a GGUF file of a type (of `FILE_TYPES`), under a name."""
+    """Writes an encoder's directory as a GGUF file of type `type` (of `FILE_TYPES`). name: the model's name in it."""
     _check(stored)
     names, sources = gguf_names(stored.config), dict(stored.sources)
     sources[_POSITIONS] = _from_first_position(sources[_POSITIONS], stored.config.first_position)
@@ -222,7 +222,7 @@ def convert_encoder(stored: StoredEncoder, name: str, path: Path, type: str, pro
 
 
 def vector_keys(directory: Path, architecture: str) -> dict[str, Any]:
-    """Returns the metadata of a decoder's pooling, empty if its directory states none. architecture: in GGUF's words.
+    """Returns the metadata of a decoder's pooling; empty if its directory states none. architecture: GGUF's name of it.
 
     Raises ModelError for layers that GGUF files cannot hold.
     """
@@ -235,7 +235,7 @@ def vector_keys(directory: Path, architecture: str) -> dict[str, Any]:
 
 
 def pooling_type(recipe: Recipe, scores: bool) -> int:
-    """Returns llama.cpp's number of a pooling, 0 if it has none."""
+    """Returns llama.cpp's number of a pooling; 0 if it has none."""
     if scores:
         return RANK
     return next((number for number, pooling in POOLING_TYPES.items() if number and recipe.pooling == (pooling,)), 0)
@@ -304,7 +304,7 @@ def _tokenizer_keys(stored: StoredEncoder) -> dict[str, Any]:
 
 
 def _wordpiece(tokenizer: Mapping[str, Any], added: Mapping[int, Any], count: int) -> dict[str, Any]:
-    """GGUF marks the beginnings of words, WordPiece their continuations."""
+    """Converts WordPiece. GGUF marks the beginnings of words, WordPiece their continuations."""
     model = tokenizer["model"]
     mark = model.get("continuing_subword_prefix", "##")
     names = _token_names(dict(model["vocab"]), added, count)
@@ -344,7 +344,7 @@ def _token_type(id: int, added: Mapping[int, Any]) -> int:
 
 
 def _steps(step: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """Yields a step of a tokenizer, and the steps inside it."""
+    """Yields a tokenizer step and the steps nested inside it."""
     if step:
         yield step
         for inner in (*step.get("normalizers", ()), *step.get("processors", ())):

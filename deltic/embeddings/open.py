@@ -25,7 +25,7 @@ from deltic.loader.safetensors import Progress
 
 Task = Literal["auto", "embed", "rerank"]
 Pairs = Callable[[str, Sequence[str], bool, str | None], list[Item]]
-"""Makes the items of a query, documents, whether to truncate, and an instruction."""
+"""Builds the items from a query, documents, a flag to truncate, and an instruction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Opened:
 
 
 def is_encoder(place: Path) -> bool:
-    """Returns whether a directory or GGUF file holds an encoder of the BERT family, or states how to pool vectors."""
+    """Returns True if a directory or GGUF file holds an encoder of the BERT family, or states how to pool vectors."""
     place = _file_or_directory(place)
     if place.is_file():
         return gives_vectors(GgufFile.open(place))
@@ -47,7 +47,7 @@ def is_encoder(place: Path) -> bool:
 
 
 def open_stored(place: Path) -> StoredEncoder | None:
-    """Returns the encoder of the BERT family in a directory or GGUF file, None if there is none."""
+    """Returns the encoder of the BERT family in a directory or GGUF file; None if there is none."""
     place = _file_or_directory(place)
     if place.is_file():
         file = GgufFile.open(place)

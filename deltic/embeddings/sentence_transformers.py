@@ -17,9 +17,9 @@ _FLAGS: Final[Mapping[str, str]] = {
     "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len", "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken"}
-"""Flags of older files; several set flags apply in this order."""
+"""Flags of older files; if several flags are set, they apply in this order."""
 _LENGTH_FILES: Final = tuple(f"sentence_{family}_config.json" for family in ("bert", "roberta", "xlm-roberta"))
-"""Names that sentence-transformers has given to one file."""
+"""Names that different versions of sentence-transformers give to the same file."""
 _PROMPT_NAMES: Final = {"query": ("query",), "passage": ("passage", "document", "corpus"),
                         "document": ("document", "passage", "corpus")}
 _MAX_LENGTH: Final = 1 << 20
@@ -27,24 +27,24 @@ _MAX_LENGTH: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How texts become token sequences, and hidden states become vectors."""
+    """Describes how texts become token sequences, and hidden states become vectors."""
 
     pooling: tuple[str, ...] = ("mean",)
-    """Of `POOLINGS`; the vectors of several are concatenated."""
+    """Names from `POOLINGS`; if there are several, their vectors are concatenated."""
     normalize: bool = True
     with_prompt: bool = True
-    """Whether the prompt's tokens are pooled too."""
+    """True if the prompt's tokens are pooled too."""
     dense: tuple[Path, ...] = ()
     """Directories of the layers after the pooling."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     default: str | None = None
-    """Name of the prompt for texts without a kind."""
+    """Name of the prompt for texts without a given kind."""
     max_length: int | None = None
     lower: bool = False
-    """Whether texts are converted to lower case."""
+    """True if texts are converted to lower case."""
 
     def prompt(self, kind: str | None) -> str:
-        """Returns the prompt for a kind of text, "" if the model has none. Raises RequestError for an unknown kind."""
+        """Returns the prompt for a kind of text; "" if the model has none. Raises RequestError for an unknown kind."""
         known = list(dict.fromkeys([*_PROMPT_NAMES, *self.prompts]))
         if kind is not None and kind not in known:
             raise RequestError(f"kind must be one of {', '.join(known)}, or None, not {show(kind)}", "kind")
@@ -53,7 +53,7 @@ class Recipe:
 
 
 def read_recipe(directory: Path, pooling: str = "mean") -> Recipe:
-    """Reads a directory's files. pooling: without modules.json, where vectors are normalised.
+    """Reads a directory's files. pooling: used without modules.json; vectors are then normalised.
 
     Raises ModelError naming the file and key that cannot be used.
     """
@@ -96,7 +96,7 @@ def _from_modules(directory: Path, path: Path) -> Recipe:
 
 
 def _modules(path: Path) -> list[tuple[str, Path]]:
-    """Returns kind and directory of each module."""
+    """Returns the kind and the directory of each module."""
     try:
         with open_plain(path) as file:
             entries = json.load(file)

@@ -1,6 +1,6 @@
 """Tokenizes texts and pairs of texts, with prompts, special tokens and truncation.
 
-Control tokens that a text spells are ordinary text, as in chat. Those of the model's prompts and templates stay.
+Control tokens spelled out in a text are ordinary text, as in chat. Control tokens of prompts and templates stay.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from deltic.params import common_length
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _CHARACTERS: Final = 32
-"""Characters for each usable token that are tokenized first of a long text; most tokens have four or five."""
+"""Of a long text, this many characters per usable token are tokenized first; most tokens have four or five."""
 
 
 def backend_of(stored: str, source: Path) -> Backend:
     """Returns the tokenizer of a JSON text. Raises ModelError naming its file."""
     try:
         return Backend.from_str(stored)
-    except BaseException as error:  # the library raises bare Exceptions, and panics, which are no Exceptions
+    except BaseException as error:  # the library raises bare Exceptions, and panics, which are not Exceptions
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise ModelError(f"{source} has not a valid tokenizer ({show(str(error))}); download it again") from error
 
 
 class EncoderTokenizer:
-    """A model's tokenizer, which threads may share. max_length: tokens of an item."""
+    """A model's tokenizer, which threads may share. max_length: maximum tokens of an item."""
 
     def __init__(self, backend: Backend, max_length: int, lower: bool = False) -> None:
         backend.no_truncation()
@@ -65,11 +65,11 @@ class EncoderTokenizer:
 
     @property
     def token_types(self) -> int:
-        """Number of token types in a pair."""
+        """Returns the number of token types in a pair."""
         return max(self._backend.encode("a", "b").type_ids, default=0) + 1
 
     def token(self, id: int) -> str:
-        """Returns a token as the vocabulary writes it."""
+        """Returns a token in the spelling of the vocabulary."""
         return self._backend.id_to_token(id) or ""
 
     def items(self, texts: Sequence[str], prompt: str = "", truncate: bool = True, field: str = "input",
@@ -77,8 +77,8 @@ class EncoderTokenizer:
         """Returns an item for each text, after the prompt.
 
         Long texts are cut at their end, or raise LongPromptError. Raises RequestError for a text that is invalid
-        Unicode or has no tokens. field, start: name of the texts in messages and index of the first one, None for a
-        single text. max_length: tokens of an item, if fewer than the model's.
+        Unicode or has no tokens. field, start: name of the texts in messages and index of the first text, None for a
+        single text. max_length: maximum tokens of an item, if lower than the model's.
         """
         names = [field if start is None else f"{field}[{start + index}]" for index in range(len(texts))]
         for name, text in zip(names, texts, strict=True):
@@ -127,7 +127,7 @@ class EncoderTokenizer:
         return items
 
     def raw(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns ids without special tokens."""
+        """Returns each text's token ids without special tokens."""
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [list(encoding.ids) for encoding in encoded]
 
@@ -151,7 +151,7 @@ class EncoderTokenizer:
         return items
 
     def from_ids(self, ids: Sequence[int], field: str) -> Item:
-        """Returns an item of a client's ids. Raises RequestError for unknown tokens, or too many."""
+        """Returns an item from a client's token ids. Raises RequestError for unknown tokens, or too many tokens."""
         if not ids:
             raise RequestError(f"{field} is empty: give at least one token", field)
         wrong = next((id for id in ids if not 0 <= id < self.vocab_size), None)
@@ -163,7 +163,7 @@ class EncoderTokenizer:
         return Item(tuple(ids))
 
     def _encode(self, texts: Sequence[str], room: int, prompt: str = "") -> list[Encoding]:
-        """Encodes texts after the prompt, without special tokens. Far too long texts are encoded in part."""
+        """Encodes texts after the prompt, without special tokens. Of a far too long text only a part is encoded."""
         if self._lower:
             prompt, texts = prompt.lower(), [text.lower() for text in texts]
         limit = _CHARACTERS * (room + 1)
@@ -186,7 +186,7 @@ class EncoderTokenizer:
         return encoded
 
     def _pieces(self, text: str) -> list[str]:
-        """Splits a text so that no piece spells a control token, as it is or normalized."""
+        """Splits a text so that no piece spells a control token, neither as given nor normalized."""
         pieces, normalizer = self._controls.pieces(text), self._backend.normalizer
         if normalizer is None:
             return [*pieces]
@@ -197,7 +197,7 @@ class EncoderTokenizer:
         return found
 
     def _splits(self, text: str) -> list[int]:
-        """Returns where the pre-tokenizer splits a text."""
+        """Returns the positions at which the pre-tokenizer splits a text."""
         splitter = self._backend.pre_tokenizer
         return [start for _, (start, _) in splitter.pre_tokenize_str(text)] if splitter else []
 
@@ -215,7 +215,7 @@ class EncoderTokenizer:
 
 
 def _shared_room(first: int, second: int, room: int) -> tuple[int, int]:
-    """Returns the lengths of two parts after tokens were taken from the longer one until both fit."""
+    """Returns the lengths of two parts after cutting tokens from the longer part until both fit."""
     half = room // 2
     if first <= half:
         return first, room - first

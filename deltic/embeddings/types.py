@@ -20,13 +20,13 @@ class Item:
     """A text, or a pair of texts, as tokens."""
 
     ids: Sequence[int]
-    """With all special tokens."""
+    """Token ids, including all special tokens."""
     token_types: Sequence[int] = ()
-    """Empty: all 0."""
+    """Token type of each token; empty if all are 0."""
     prompt: int = 0
-    """Leading tokens that belong to the prompt before the text."""
+    """Number of leading tokens that belong to the prompt before the text."""
     cut: bool = False
-    """Whether the text was truncated."""
+    """True if the text was truncated."""
     cache_salt: str = ""
 
     def __len__(self) -> int:
@@ -56,12 +56,12 @@ class TextModel(Protocol):
     dimension: int
     max_length: int
     budget: int
-    """Tokens of a batch."""
+    """Maximum tokens of a batch."""
     overlaps: bool
-    """Whether a batch may start before the results of the one before are fetched."""
+    """True if a batch may start before the results of the previous batch are fetched."""
 
     def start(self, items: Sequence[Item], wanted: frozenset[Output]) -> Callable[[], list[Vectors]]:
-        """Starts a batch. Returns a function that waits for its results, one for each item."""
+        """Starts a batch. Returns a function that waits for its results and returns one for each item."""
 
     def close(self) -> None:
-        """Frees what the model holds."""
+        """Frees the model's resources."""

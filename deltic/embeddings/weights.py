@@ -1,4 +1,4 @@
-"""Shape and tensors of an encoder of the BERT family: read under Hugging Face's names and converted for the kernels."""
+"""Shape and tensors of an encoder of the BERT family, read under Hugging Face's names and converted for the kernels."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from deltic.ops.types import Block
 
 
 FAMILIES: Final[Mapping[str, str]] = {"bert": "bert", "roberta": "roberta", "xlmroberta": "roberta"}
-"""Families by model_type without punctuation. They differ in the first position and in the classifier."""
+"""model_type without punctuation -> family. Families differ in the first position and in the classifier."""
 _MAX_SIZE: Final = 1 << 20
 _SUPPORTED: Final[Mapping[str, Any]] = {
     "hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
-"""The only supported value of a key, which is also its default."""
+"""The only supported value of each key, which is also its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ class EncoderConfig:
     layers: int
     heads: int
     positions: int
-    """Rows of the position table."""
+    """Number of rows of the position table."""
     first_position: int
     """Position of a sequence's first token."""
     token_types: int
     eps: float
     labels: int
-    """Scores of the classifier; 0 without one."""
+    """Number of scores of the classifier; 0 without a classifier."""
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.heads:
@@ -66,7 +66,7 @@ class EncoderConfig:
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest sequence."""
+        """Returns the number of tokens of the longest sequence."""
         return self.positions - self.first_position
 
     @classmethod
@@ -95,7 +95,7 @@ class EncoderConfig:
 
 
 def family_of(mapping: Mapping[str, Any]) -> str | None:
-    """Returns the family of a config.json, None if it is no encoder."""
+    """Returns the family of a config.json; None if it is not an encoder."""
     return FAMILIES.get(re.sub(r"[^a-z0-9]", "", str(mapping.get("model_type", "")).lower()))
 
 
@@ -121,7 +121,7 @@ _OLD_NAMES: Final = ((".LayerNorm.gamma", ".LayerNorm.weight"), (".LayerNorm.bet
 _QUANT_TYPES: Final[Mapping[str, tuple[BlockType, ...]]] = {
     "none": (), "q8_0": (BY_NAME["Q8_0"],), "q4_k": (BY_NAME["Q4_K"], BY_NAME["Q8_0"]),
     "nvfp4": (FOUR_BITS["NVFP4"], BY_NAME["Q8_0"]), "int4": (FOUR_BITS["INT4_128"], BY_NAME["Q8_0"])}
-"""Block types of the matrices, by quant, in order of preference: the first one that divides a row is used."""
+"""Block types of the matrices, by quant, in order of preference: the first type that divides a row is used."""
 _QKV: Final = ("attention.self.query", "attention.self.key", "attention.self.value")
 _OUT, _UP, _DOWN = "attention.output.dense", "intermediate.dense", "output.dense"
 _ATTENTION_NORM, _OUTPUT_NORM = "attention.output.LayerNorm", "output.LayerNorm"
@@ -134,11 +134,11 @@ class WeightSource:
     shape: Shape
     read: Callable[[torch.dtype], Tensor]
     pack: Callable[[PackedForm], QTensor] | None = None
-    """Packs a matrix that is stored in quantized blocks; None for others."""
+    """Packs a matrix that is stored in quantized blocks; None for other tensors."""
 
 
 def expected_tensors(config: EncoderConfig) -> dict[str, Shape]:
-    """Returns the shape of each tensor by Hugging Face's name without the model's prefix."""
+    """Returns the shape of each tensor by Hugging Face's name, without the model's prefix."""
     hidden, inner = config.hidden_size, config.intermediate_size
     tensors: dict[str, Shape] = {
         "embeddings.word_embeddings.weight": (config.vocab_size, hidden),
@@ -222,7 +222,7 @@ def _from_file(name: str, stored: Source) -> WeightSource:
 
 def read_weights(config: EncoderConfig, sources: Mapping[str, WeightSource], backend: EncoderBackend,
                  quant: str = "none", progress: Progress | None = None) -> EncoderWeights:
-    """Reads all weights. quant: of `_QUANT_TYPES`. progress(done, total): numbers that were read."""
+    """Reads all weights. quant: a key of `_QUANT_TYPES`. progress(done, total): counts the values that were read."""
     return _WeightReader(sources, backend, quant, progress).weights(config)
 
 
@@ -277,7 +277,7 @@ class _WeightReader:
         return self._read(name, self._backend.vector_dtype).to(self._backend.device)
 
     def _matrix(self, name: str, pool: ThreadPoolExecutor, importance: Tensor | None = None) -> Block:
-        """importance: of each column, if known."""
+        """Reads a matrix. importance: importance of each column, if known."""
         packs, source = self._backend.packs, self._sources[name]
         rows, columns = source.shape
         if packs and source.pack is not None:
@@ -308,13 +308,13 @@ class _WeightReader:
     # Calibration for Q8_0
 
     def _calibrates(self, config: EncoderConfig) -> bool:
-        """Returns whether matrices are quantized here, to Q8_0, with the importance of their columns."""
+        """Returns True if matrices are quantized here, to Q8_0, with the importance of their columns."""
         plain = all(self._sources[name].pack is None for name in expected_tensors(config))
         fits = config.hidden_size % 32 == 0 and config.intermediate_size % 32 == 0
         return self._backend.packs and self._quant == "q8_0" and plain and fits
 
     def _sample_states(self, layer: str, sample: Tensor, weights: EncoderWeights) -> LayerStates:
-        """Runs a layer on the sample with unquantized matrices, which are kept until the layer is read."""
+        """Runs a layer on the sample with unquantized matrices, which stay in memory until the layer is read."""
         def read(name: str, part: str) -> Tensor:
             return self._sources[f"{layer}{name}.{part}"].read(torch.float32)
 
@@ -335,20 +335,20 @@ class _WeightReader:
         return run_layer(plain, sample, padded_attention([len(sample) // sequences] * sequences), weights)
 
 
-# Q8_0 blocks. Encoders have a few columns of states many times larger than the others, so that a matrix's errors in
-# these columns dominate. Random tokens run through the layers while they are read find these columns; a block that
-# has one gets the scale with the smallest weighted error.
+# Q8_0 blocks. In encoders a few columns of the states are many times larger than the others, so that a matrix's errors
+# in these columns dominate. Random tokens run through the layers while the layers are read, and reveal these columns. A
+# block that contains such a column gets the scale with the smallest weighted error.
 
 _SAMPLE: Final = (4, 64)
-"""Random sequences, and tokens of each."""
+"""Number of random sequences, and number of tokens of each."""
 _PEAK: Final = 1.0
 """A block's scale is searched if a column weighs more than this times the block's mean."""
 _SCALES: Final = tuple(1.0 + 0.0025 * step for step in range(33))
-"""Factors of a block's smallest scale, at which the largest number has code 127."""
+"""Factors of a block's smallest scale, the scale at which the largest value has code 127."""
 
 
 def _sample(weights: EncoderWeights, config: EncoderConfig) -> Tensor:
-    """Returns the first layer's inputs for the random tokens, always the same."""
+    """Returns the first layer's inputs for the random tokens, which are the same in every run."""
     sequences, length = _SAMPLE[0], min(_SAMPLE[1], config.max_length)
     first = min(config.first_position + 4, config.vocab_size - 1)
     drawn = np.random.default_rng(0).integers(first, config.vocab_size, (sequences, length))

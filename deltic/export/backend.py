@@ -1,4 +1,4 @@
-"""Serves a compiled program as a model of the engine: for sessions, `LLM` and the server."""
+"""Serves a compiled program as a model in the engine: for sessions, `LLM` and the server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger("deltic")
 
 @dataclass(frozen=True, slots=True)
 class ProgramPools:
-    """Cache pools whose slots are whole sequences of a program, state and KV cache. Pages are only counted."""
+    """Cache pools in which a slot is a whole sequence of a program, with state and KV cache. Pages are only counted."""
 
     program: Program
     sizes: PoolSizes
@@ -60,7 +60,7 @@ class ProgramPools:
 
 @dataclass(slots=True, eq=False)
 class ProgramModel:
-    """Runs steps in a program, one sequence after another. The fields are those of a `ModelRunner`."""
+    """Runs steps in a program, one sequence after another. The fields match those of `ModelRunner`."""
 
     name: str
     path: Path | None
@@ -88,7 +88,7 @@ class ProgramModel:
 
     @torch.inference_mode()
     def run_hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """As `run`. Raises ConfigError if hidden states are requested."""
+        """Runs one step like `run`. Raises ConfigError if hidden states are requested."""
         if batch.layout.hidden:
             raise ConfigError("a compiled program gives logits, not hidden states: load the model itself for vectors")
         self._drop_unowned()
@@ -101,7 +101,7 @@ class ProgramModel:
         return logits, None
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
-        """Samples from logits [L, V] float32, which may be overwritten."""
+        """Samples from logits [L, V] float32. May overwrite the logits."""
         return self.ops.sample(logits, sampling)
 
     def _drop_unowned(self) -> None:
@@ -132,16 +132,16 @@ class ProgramModel:
 
 @dataclass(frozen=True, slots=True)
 class _ProgramRow:
-    """A batch row as plain numbers. Lengths count the row's own tokens."""
+    """A batch row as plain Python values. Lengths count the row's own tokens."""
 
     tokens: list[int]
     done: int
     source: int
     target: int
     wanted: set[int]
-    """Lengths after which logits are wanted."""
+    """Lengths after which logits are requested."""
     checkpoints: dict[int, int]
-    """Slots for state checkpoints, by length."""
+    """Length -> slot of the state checkpoint at this length."""
 
 
 def _rows(batch: Batch) -> Iterator[_ProgramRow]:
@@ -176,7 +176,7 @@ def load_program(path: Path, options: EngineConfig) -> ProgramModel:
 
 
 def effective_options(options: EngineConfig, info: ProgramInfo) -> EngineConfig:
-    """Returns the options that a program runs with. Raises ConfigError for one that it cannot follow."""
+    """Returns the options with which a program runs. Raises ConfigError for an option that it cannot follow."""
     check_options(options)
     if options.speculate not in ("auto", "off"):
         raise ConfigError(f"speculate={options.speculate} is not possible: a compiled program verifies no drafts",

@@ -1,6 +1,6 @@
-"""Compiled models: how they are found and opened, what they offer, and the files beside them.
+"""Compiled models: how to find and open them, the interface that they implement, and the files beside them.
 
-Nothing here imports torch: a program that runs through its own runtime starts without it.
+This module does not import torch: a program that runs through its own runtime starts without it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Kind = Literal["executorch", "tvm"]
 LIBRARIES: Final = ("rt.so", "rt.dylib", "rt.dll", "lib*.so", "lib*.dylib", "lib*.dll")
 """File names of a TVM directory's library; the first match is used."""
 OBJECTS: Final = "rt.tar"
-"""Object files of a library that was compiled where no linker for its target was found."""
+"""Object files of a library that was compiled on a machine without a linker for the target."""
 _PACKAGES: Final = {"executorch": ("executorch", "torchao"), "tvm": ("tvm", "tvm_ffi")}
 _FIXED_OPTIONS: Final = (
     "device", "dtype", "tp", "kv_dtype", "state_dtype", "quant", "packed_weights", "batch_invariant", "debug_layers",
     "rope_scaling", "cache_dir", "host_memory", "aot_dir", "mmproj", "expert_memory", "expert_cap", "gpu_memory",
     "gpu_memory_utilization")
-"""Engine options that a compiled program cannot follow: they are compiled in, or act on hidden data."""
+"""Engine options that a compiled program cannot follow: they are compiled in, or act on data that is not exposed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,16 @@ class ProgramInfo:
     """Directory with the tokenizer's files; None without a tokenizer."""
     max_context: int
     slot_bytes: int
-    """Bytes of one sequence's state, including its KV cache if sequences do not share pages."""
+    """Bytes of one sequence's state, including its KV cache unless sequences share pages."""
     token_bytes: int = 0
-    """KV cache bytes of a token where sequences share pages, else 0."""
+    """Bytes of KV cache per token if sequences share pages, else 0."""
     max_batch: int | None = None
 
 
 class Program(Protocol):
     """A compiled model and its sequences, each in a numbered slot.
 
-    A call serves one sequence. All calls come from one thread.
+    A call serves one sequence. All calls come from the same thread.
     """
 
     @property
@@ -68,13 +68,13 @@ class Program(Protocol):
         """Slots that hold a sequence."""
 
     def reserve(self, slots: int, tokens: int) -> None:
-        """Allocates slots and, where sequences share pages, KV cache for `tokens`. Called once, before all else."""
+        """Allocates slots and, if sequences share pages, KV cache for `tokens`. Called once, before other methods."""
 
     def start(self, slot: int) -> None:
-        """Replaces the slot's sequence by an empty one."""
+        """Replaces the slot's sequence by an empty sequence."""
 
     def copy(self, source: int, target: int) -> None:
-        """Replaces the target's sequence by a copy of the source's."""
+        """Replaces the target slot's sequence by a copy of the source slot's sequence."""
 
     def drop(self, slot: int) -> None:
         """Frees the slot's sequence, if there is one."""
@@ -90,10 +90,10 @@ class RewindableProgram(Program, Protocol):
     """A program that can remove the last tokens of a sequence."""
 
     def reserve(self, slots: int, tokens: int, history: int = 1) -> None:
-        """As `Program.reserve`. history: states kept for each slot, including the current one."""
+        """Allocates like `Program.reserve`. history: states kept for each slot, including the current one."""
 
     def rewind(self, slot: int, count: int) -> bool:
-        """Removes the last tokens. Returns False, changing nothing, if their earlier state is gone."""
+        """Removes the last `count` tokens. Returns False and changes nothing if the earlier state is no longer kept."""
 
 
 def require_extra(extra: Literal["executorch", "tvm"], *packages: str) -> None:
@@ -114,7 +114,7 @@ def check_options(options: EngineConfig) -> None:
 
 
 def state_size(config: ModelConfig) -> int:
-    """Returns the numbers in the recurrent states of a sequence."""
+    """Returns the number of values in the recurrent states of a sequence."""
     if config.linear is None:
         return 0
     linear = config.linear
@@ -123,7 +123,7 @@ def state_size(config: ModelConfig) -> int:
 
 
 def kv_size(config: ModelConfig) -> int:
-    """Returns the numbers in the KV cache of a token."""
+    """Returns the number of values in the KV cache per token."""
     return 2 * len(config.attention_layers) * config.num_key_value_heads * config.head_dim
 
 
@@ -131,7 +131,7 @@ def kv_size(config: ModelConfig) -> int:
 
 
 def kind_of(path: str | Path) -> Kind | None:
-    """Returns the kind of compiled model at a path, None if there is none."""
+    """Returns the kind of compiled model at a path; None if there is none."""
     path = Path(path)
     try:
         if path.is_file() and path.suffix.lower() == ".pte":
@@ -159,7 +159,7 @@ _HISTORY: Final = 4
 
 
 class ProgramConversation:
-    """Runs one conversation in a program, and computes only the tokens that differ from the last call.
+    """Runs one conversation in a program, and computes only the tokens after the prefix shared with the last call.
 
         talk = ProgramConversation(open_program(Path("compiled"), EngineConfig()))
         logits = talk.read(prompt)
@@ -172,16 +172,16 @@ class ProgramConversation:
     def __init__(self, program: RewindableProgram) -> None:
         self.program = program
         self.computed = 0
-        """Tokens that the last call computed."""
+        """Number of tokens that the last call computed."""
         self._history: list[int] = []
         self._prompt = 0
         program.reserve(2, 2 * program.info.max_context, _HISTORY)
         program.start(_LIVE)
 
     def read(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Returns the logits [V] after these tokens, the whole conversation; valid until the next call.
+        """Returns the logits [V] after these tokens, which are the whole conversation. Valid until the next call.
 
-        Raises RequestError for no tokens, or more than the context holds.
+        Raises RequestError for an empty list, or for more tokens than the context holds.
         """
         prompt, limit = [*tokens], self.program.info.max_context
         if not prompt:
@@ -200,7 +200,7 @@ class ProgramConversation:
         return logits
 
     def _return_to(self, common: int) -> int:
-        """Returns to a position of at most `common` tokens, and returns that position."""
+        """Rewinds to a position of at most `common` tokens, and returns the new position."""
         program, known = self.program, len(self._history)
         if _LIVE not in program.slots or program.position(_LIVE) != known:
             program.start(_LIVE)  # an earlier call failed halfway
@@ -228,8 +228,8 @@ _GENERATION: Final = "generation_config.json"
 def write_sidecar(files: ModelFiles, folder: Path, config: ModelConfig | None = None) -> None:
     """Writes config.json, generation_config.json and the tokenizer's files of a model into a directory.
 
-    config: replaces the model's own, for example without a draft head. Raises ModelError if a config.json cannot
-    express it.
+    config: replaces the model's own config, for example without a draft head. Raises ModelError if a config.json cannot
+    express the config.
     """
     config = config or files.config
     mapping = hf_config(config)
@@ -257,7 +257,7 @@ def sidecar_files(folder: Path) -> list[Path]:
 
 
 def read_sidecar(folder: Path) -> tuple[ModelConfig, GenerationDefaults]:
-    """Reads what `write_sidecar` wrote. Raises ModelError naming the file and key."""
+    """Reads the files of `write_sidecar`. Raises ModelError naming the file and key."""
     path = folder / _CONFIG
     try:
         config = ModelConfig.from_hf(load_json(path))
@@ -269,7 +269,7 @@ def read_sidecar(folder: Path) -> tuple[ModelConfig, GenerationDefaults]:
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Returns the config.json that `ModelConfig.from_hf` reads back unchanged."""
+    """Returns a config.json that `ModelConfig.from_hf` reads back unchanged."""
     rope: dict[str, Any] = {
         "rope_type": "default", "rope_theta": config.rope.theta,
         "partial_rotary_factor": config.rope.rotary_dim / config.head_dim}
@@ -310,7 +310,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def generation_config(generation: GenerationDefaults) -> dict[str, Any]:
-    """Returns the generation_config.json that `GenerationDefaults.from_hf` reads back unchanged."""
+    """Returns a generation_config.json that `GenerationDefaults.from_hf` reads back unchanged."""
     mapping = {**generation.sampling(), "eos_token_id": [*generation.eos_token_ids]}
     for name in ("json_max_length", "json_max_items"):
         bound = getattr(generation, name)
@@ -324,7 +324,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object. Raises ModelError if there is none."""
+    """Reads a JSON object. Raises ModelError if the file has none."""
     if not path.is_file():
         raise ModelError(f"there is no {path.name}; the compiled model is incomplete: make or copy it again")
     try:

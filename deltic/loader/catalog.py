@@ -18,7 +18,7 @@ _REPOSITORY: Final = re.compile(
 
 
 class RepositoryName(NamedTuple):
-    """A repository of the hub. revision: branch, tag or commit. file: one of its GGUF files, or their type."""
+    """A repository of the hub. revision: branch, tag or commit. file: name of one of its GGUF files, or its type."""
 
     repository: str
     revision: str | None
@@ -89,7 +89,7 @@ def repository_of(name: str) -> str:
 def parse_repository(name: str, revision: str | None = None) -> RepositoryName | None:
     """Returns the parts of `org/name[@revision][:file]`, or of a short name; None for any other name.
 
-    revision: one that was given apart from the name. Raises ModelError if both are given and differ.
+    revision: a revision that was given apart from the name. Raises ModelError if the name has another one.
     """
     found = _REPOSITORY.fullmatch(repository_of(name))
     if found is None:
@@ -106,8 +106,8 @@ def _find(key: str) -> str | None:
 
 
 def names_a_model(word: str) -> bool:
-    """True if a word can only be a model's name, spelled correctly or not. Texts with spaces and fractions such as 1/2
-    are none."""
+    """Returns True if a word can only be a model's name, spelled correctly or not. Returns False for texts with spaces
+    and fractions such as 1/2."""
     if not word or len(word.split()) != 1 or len(word) > 300:
         return False
     if _HUB.match(word) or word.lower() in SHORT_NAMES:
@@ -131,7 +131,7 @@ _CONFIG: Final = ("*.json", "*.jinja", "*.txt")
 _ENCODER_HEADS: Final = ("*_linear.pt", "*_Dense/pytorch_model.bin")
 """Extra outputs of BGE-M3, and layers after the pooling."""
 _MTP_HEADS: Final = ("mtp*.safetensors",)
-"""Draft heads in files of their own, also in folders."""
+"""Draft heads in separate files, also in folders."""
 _SAFETENSORS: Final = ("*.safetensors", *_CONFIG, *_ENCODER_HEADS)
 _PICKLED: Final = ("pytorch_model*.bin", *_MTP_HEADS, *_CONFIG, *_ENCODER_HEADS)
 _SKIPPED_FOLDERS: Final = (
@@ -139,7 +139,7 @@ _SKIPPED_FOLDERS: Final = (
 _SKIPPED: Final = (
     *(f"{prefix}{folder}/*" for folder in _SKIPPED_FOLDERS for prefix in ("", "*/")),
     "consolidated*", "adapter_*", "optimizer*", "*/optimizer*")
-"""States of the training, and the weights in other formats."""
+"""Training states, and the weights in other formats."""
 _PREFERRED_TYPES: Final = ("Q4_K_M", "Q4_K_XL", "Q8_0")
 _PREFERRED_TOWERS: Final = ("BF16", "F16", "Q8_0")
 _PART: Final = re.compile(r"-(\d{5})-of-(\d{5})$")
@@ -151,7 +151,7 @@ class Selection:
     """Files to download.
 
     patterns: fnmatch patterns of names.
-    file: the GGUF file that is the model, the first of its parts; None: the directory is the model.
+    file: the GGUF file that is the model, or the first of its parts; None: the directory is the model.
     skipped: patterns that override `patterns`.
     """
 
@@ -209,7 +209,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def is_model(name: str) -> bool:
-    """True for the name of a GGUF model, or of the first of its parts."""
+    """Returns True for the name of a GGUF model, or of the first of its parts."""
     path = PurePosixPath(name.lower())
     part = _PART.search(path.stem)
     if path.suffix != ".gguf" or (part and int(part[1]) != 1):
@@ -223,7 +223,7 @@ def _stem(name: str) -> str:
 
 
 def _find_file(files: Sequence[str], wanted: str) -> str | None:
-    """Returns the file with this name, else the shortest name that ends with this type; None if that is ambiguous."""
+    """Returns the file with this name, else the shortest name that ends with this type; None if ambiguous."""
     exact = [name for name in files if wanted in (name, PurePosixPath(name).name)]
     suffix = re.compile(rf"(?:^|[-_.]){re.escape(wanted)}$", re.IGNORECASE)
     found = sorted(exact or [name for name in files if suffix.search(_stem(name))], key=lambda name: len(_stem(name)))

@@ -28,11 +28,11 @@ _GGUF_REFUSED: Final = "is a GGUF file; take the original model, a directory or 
 class CheckpointFiles:
     """Files of a checkpoint, in a directory or on the hub.
 
-    place: prefix of their names in messages.
+    place: prefix of the files' names in messages.
     sizes: bytes of each file.
     read(name, offset, count): returns bytes of a file, fewer at its end, or raises ModelError.
-    whole: False allows files that end before the data of their tensors do.
-    parsed: JSON files that were read.
+    whole: False allows files that end before the data of their tensors.
+    parsed: JSON files that were already read.
     """
 
     place: Path
@@ -53,7 +53,7 @@ class CheckpointFiles:
         return self.parsed[name]
 
     def quantization(self) -> Quantization:
-        """Returns how the weights are quantized. Raises ModelError as `read_quantization`."""
+        """Reads how the weights are quantized. Raises ModelError like `read_quantization`."""
         return read_quantization(*(self.json(name) if name in self.sizes else {} for name in (CONFIG, MODELOPT)))
 
     def header(self, name: str) -> dict[str, StoredTensor]:
@@ -68,12 +68,12 @@ class CheckpointFiles:
         return parse_header(self.place / name, self.sizes[name], read_next, self.whole)
 
     def open(self, name: str) -> BinaryIO:
-        """Opens a file for reading forwards, some megabytes at a time."""
+        """Opens a file for forward reading, some megabytes at a time."""
         return io.BufferedReader(_Reader(self, name), min(_BUFFER, self.sizes[name] + 1))
 
 
 class _Reader(io.RawIOBase):
-    """Reads a file of a checkpoint."""
+    """Reads a file of a checkpoint as a raw stream."""
 
     def __init__(self, files: CheckpointFiles, name: str) -> None:
         self._files, self._name, self._position = files, name, 0
@@ -98,7 +98,7 @@ class _Reader(io.RawIOBase):
 
 
 def directory_checkpoint(directory: Path) -> CheckpointFiles:
-    """Opens the files of a directory, and that of a head in a folder of its own."""
+    """Opens the files of a directory, including a draft head's file in a folder of its own."""
     def read(name: str, offset: int, count: int) -> bytes:
         path = directory / name
         try:
@@ -119,7 +119,7 @@ def directory_checkpoint(directory: Path) -> CheckpointFiles:
 def open_checkpoint(model: str, revision: str | None = None, token: str | None = None) -> CheckpointFiles:
     """Opens the files of a directory or a repository. Only the parts that are read are downloaded.
 
-    Raises ModelError as `resolve`, and for a GGUF file.
+    Raises ModelError like `resolve`, and for a GGUF file.
     """
     local = Path(model).exists()
     found = None if local or model == EMBEDDED else parse_repository(model, revision)
@@ -134,9 +134,9 @@ def open_checkpoint(model: str, revision: str | None = None, token: str | None =
 
 
 def hub_checkpoint(repository: str, revision: str | None = None, token: str | None = None) -> CheckpointFiles:
-    """Opens the files of a repository: on the hub, else, without network, those of an earlier download.
+    """Opens the files of a repository on the hub, or, without network, the files of an earlier download.
 
-    Raises ModelError with a remedy: absent, gated, unauthorised, offline, or a hub that does not send byte ranges.
+    Raises ModelError with a remedy if it is absent, gated, unauthorised or offline, or the hub sends no byte ranges.
     """
     with explained_errors(repository, revision):
         try:

@@ -1,4 +1,4 @@
-"""Files on disk: recognising models by names and first bytes, reading JSON, atomic writing."""
+"""Files on disk: recognises models by names and first bytes, reads JSON, writes atomically."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ DOWNLOAD_AGAIN: Final = "the file is truncated or corrupt, download it again"
 
 
 def is_gguf(path: Path) -> bool:
-    """True if a file starts like a GGUF file, whatever its name: Ollama's blobs have no suffix."""
+    """Returns True if a file starts like a GGUF file, whatever its name: Ollama's blobs have no suffix."""
     return _begins(path, _GGUF)
 
 
 def has_weights(directory: Path) -> bool:
-    """True if a directory has weights of a model, other than GGUF files, draft heads and adapters."""
+    """Returns True if a directory has weights of a model, not counting GGUF files, draft heads and adapters."""
     weights = [*directory.glob("*.safetensors"), *directory.glob("pytorch_model*.bin"),
                *directory.glob("*.safetensors.index.json")]
     return any(not path.name.startswith(("mtp", "adapter_")) for path in weights)
@@ -53,7 +53,7 @@ def refuse(directory: Path) -> None:
 
 
 def is_pointer(content: bytes) -> bool:
-    """True if a file's content starts like a git-lfs pointer."""
+    """Returns True if a file's content starts like a git-lfs pointer."""
     return len(content) >= len(_GGUF) and content.startswith(_POINTER[:len(content)])
 
 
@@ -101,7 +101,7 @@ def _refuse_other_formats(directory: Path) -> None:
 
 
 def _refuse_folders(directory: Path) -> None:
-    """Refuses a directory whose folders contain models: checkpoints of a training, snapshots of the hub's cache."""
+    """Refuses a directory whose folders contain models: training checkpoints, or snapshots of the hub's cache."""
     configs = [*directory.glob("*/config.json"), *directory.glob("*/*/config.json")]
     files = [*directory.glob("*/*.gguf"), *directory.glob("*/*/*.gguf")]
     models = sorted({*files, *(path.parent for path in configs if has_weights(path.parent))})
@@ -178,8 +178,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacing_files(folder: Path, old: Callable[[Path], Iterable[Path]]) -> Iterator[Path]:
-    """Creates a temporary directory whose files are moved to `folder` on success, where they replace those that `old`
-    finds. OSErrors become DelticErrors that name `folder`."""
+    """Creates a temporary directory. On success its files are moved to `folder`, where they replace the files that
+    `old` finds. OSErrors become DelticErrors that name `folder`."""
     place = folder.resolve()
     absent = [parent for parent in place.parents if not parent.exists()]
     made = place.with_name(f".{place.name[:200]}.{os.getpid()}.part")
@@ -210,7 +210,7 @@ def check_room(path: Path, size: int, advice: str) -> None:
 
 
 def size_of(count: int) -> str:
-    """Formats a number of bytes."""
+    """Formats a number of bytes for messages."""
     return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count / 1e6:,.2f} MB"
 
 

@@ -28,13 +28,13 @@ PICKLED_INDEX: Final = "pytorch_model.bin.index.json"
 PICKLED: Final = "pytorch_model.bin"
 CONFIG: Final = "config.json"
 MODELOPT: Final = "hf_quant_config.json"
-"""What older versions of ModelOpt write instead of `quantization_config`."""
+"""File that older versions of ModelOpt write instead of the key `quantization_config`."""
 MAX_CONFIG: Final = 4 << 20
-# Headers of these models have some kilobytes. Far larger ones only serve to exhaust memory.
+# Headers of these models have some kilobytes. Far larger headers would only exhaust memory.
 _MAX_HEADER: Final = 16 << 20
 _MAX_DIMENSIONS: Final = 8
 _SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
-# Records other than tensor data have some kilobytes. Far larger ones only serve to exhaust memory.
+# Records other than tensor data have some kilobytes. Far larger records would only exhaust memory.
 _MAX_RECORD: Final = 16 << 20
 _OR_SAFETENSORS: Final = "download it again, or take the safetensors file"
 COPIES: Final = ("consolidated", "adapter_", "optimizer", "original")
@@ -48,7 +48,7 @@ _ONE_REVISION: Final = "keep the files of one revision"
 class InMemory:
     """Tensors by their names in a checkpoint, instead of a directory.
 
-    name: theirs in messages.
+    name: the name of these weights in messages.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -61,7 +61,7 @@ class InMemory:
 
 def in_memory(weights: Any) -> InMemory:
     """Wraps a state_dict. Raises ConfigError for anything but a mapping of names to dense tensors; names, shapes and
-    dtypes are checked like those of files."""
+    dtypes are checked like names, shapes and dtypes in files."""
     if not isinstance(weights, Mapping) or not weights:
         raise ConfigError(f"weights must map tensor names to tensors, as state_dict() does, not {show(weights)}",
                           "weights")
@@ -80,10 +80,10 @@ def _stored(name: Any, tensor: Any) -> StoredTensor:
 
 
 def stacked(tensors: Mapping[str, Source], count_of: Callable[[str], int]) -> dict[str, Source]:
-    """Combines tensors of single experts to stacks, each at the place of its first expert.
+    """Combines tensors of single experts into stacks, each stack at the position of its first expert.
 
-    count_of: number of experts that a stack must have. Raises ModelError naming the tensor that is missing, doubled, or
-    of another dtype or shape than the first.
+    count_of: returns the number of experts that a stack must have. Raises ModelError naming the tensor that is missing,
+    doubled, or differs from the first in dtype or shape.
     """
     found: dict[str, Source | None] = {}
     experts: dict[str, dict[int, StoredTensor | PackedTensor]] = {}
@@ -121,7 +121,7 @@ def _stack(name: str, parts: Mapping[int, StoredTensor | PackedTensor], count: i
 
 
 def quantization_of(directory: Path) -> Quantization:
-    """Reads how a directory's weights are quantized. Raises ModelError naming the file and the key that is not
+    """Reads the quantization of a directory's weights. Raises ModelError naming the file and the key that is not
     supported."""
     config, modelopt = (read_json(path, MAX_CONFIG) if (path := directory / name).is_file() else {}
                         for name in (CONFIG, MODELOPT))
@@ -137,7 +137,7 @@ def quantization_of(directory: Path) -> Quantization:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Returns the tensors of a safetensors file in file order.
 
-    Raises ModelError naming the file unless the tensors tile its data exactly.
+    Raises ModelError naming the file unless the tensors cover its data exactly, without gaps or overlap.
     """
     try:
         with open_plain(path) as file:
@@ -147,8 +147,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def parse_header(path: Path, size: int, read: Callable[[int], bytes], whole: bool = True) -> dict[str, StoredTensor]:
-    """Like `read_header`, for a file of `size` bytes; `read(count)` returns its next bytes. whole: False allows a file
-    that ends before its tensors."""
+    """Parses a header like `read_header`, for a file of `size` bytes; `read(count)` returns the next bytes. whole:
+    False allows a file that ends before its tensors."""
     start = read(8)
     length = int.from_bytes(start, "little")
     if is_pointer(start):
@@ -194,11 +194,11 @@ def _check_tiling(path: Path, tensors: Mapping[str, StoredTensor], start: int, s
 
 
 def find_tensors(directory: Path | InMemory) -> dict[str, Source]:
-    """Returns all tensors of a model directory, or those in memory, by their stored names; the tensors of a quantized
-    weight together, by the weight's name.
+    """Returns all tensors of a model directory, or of `InMemory`, by their stored names; the tensors of a quantized
+    weight are combined under the weight's name.
 
-    Reads `model.safetensors`, else the shards of its index, else the only other safetensors file that is no draft head,
-    else `pytorch_model.bin`, else the shards of its index.
+    Reads `model.safetensors`, else the shards of its index, else the only other safetensors file that is not a draft
+    head, else `pytorch_model.bin`, else the shards of its index.
     Raises ModelError for an absent, foreign or corrupt file, for a tensor stored twice, and for a quantization that
     cannot be read.
     """
@@ -225,7 +225,7 @@ def _find_stored(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _find_index(directory: Path) -> Path | None:
-    """Returns the index of the shards; None if there is a single file, or nothing."""
+    """Returns the index of the shards; None if there is a single file or no file."""
     if (directory / SINGLE).exists():
         return None
     if (directory / INDEX).exists():
@@ -265,7 +265,7 @@ def _files_without_index(directory: Path) -> list[Path]:
 
 
 def _model_files(directory: Path) -> list[Path]:
-    """Returns the safetensors files without those of a draft head, and without copies of the weights in other forms."""
+    """Returns the safetensors files, except draft heads and copies of the weights in other forms."""
     names = [path for path in sorted(directory.glob("*.safetensors")) if not all(map(is_head, read_header(path)))]
     return [path for path in names if not path.name.startswith(COPIES)] or names
 
@@ -324,8 +324,8 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
 def _find_pickled(path: Path, file: BinaryIO) -> dict[str, StoredTensor]:
     """Locates the tensors in a file such as pytorch_model.bin, without reading their data.
 
-    Raises OSError, and ModelError for a file that contains anything else, that was written before torch 1.6, or whose
-    tensors do not match the records of the zip archive.
+    Raises OSError. Raises ModelError for a file that contains anything else, was written before torch 1.6, or has
+    tensors that do not match the records of the zip archive.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # imports much of torch's compiler
 
@@ -385,7 +385,7 @@ def _start(file: BinaryIO, entry: ZipInfo) -> int:
 
 
 class _BoundedReader:
-    """Wraps a file, so that a hostile archive causes no large allocation."""
+    """Wraps a file and limits reads, so that a hostile archive causes no large allocation."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file

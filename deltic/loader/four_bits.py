@@ -1,15 +1,15 @@
-"""Weights of four bits in blocks that GGUF files do not have, as kernels multiply them.
+"""Four-bit block types that GGUF files do not have, in the layout that the kernels multiply.
 
 A block has 256 neighbouring weights of a row. A byte has two codes, the even column in the low bits, as in published
 checkpoints.
 
-NVFP4: codes of e2m1 numbers, an e4m3 number (without sign) for each 16 columns, and a float32 factor.
+NVFP4: e2m1 codes, one unsigned e4m3 scale for each 16 columns, and one float32 factor.
 INT4_32, INT4_64, INT4_128: codes from 0 to 15, and a 32-bit word for each group of columns: a float32 scale of 16
-significant bits, which has a zero point in its low byte. A float16 or bfloat16 scale has fewer bits and stays exact. A
+significant bits with the zero point in its low byte. A float16 or bfloat16 scale has fewer bits and stays exact. A
 weight is scale * (code - zero point).
 
-Checkpoints have one factor for a matrix. `--quant` makes one for each block, so that the weights do not depend on how a
-matrix is split over devices. Quantization rounds to the nearest; csrc/quantize.cpp does the same to the bit.
+Checkpoints have one factor per matrix. `--quant` computes one per block, so that the weights do not depend on how a
+matrix is split over devices. Quantization rounds to nearest; csrc/quantize.cpp gives the same bits.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ WEIGHTS: Final = 256
 LAYOUTS: Final[Mapping[str, np.dtype[Any]]] = {
     "NVFP4": np.dtype([("d", "<f4"), ("scales", "u1", 16), ("qs", "u1", 128)]),
     **{f"INT4_{group}": np.dtype([("words", "<u4", WEIGHTS // group), ("qs", "u1", 128)]) for group in (32, 64, 128)}}
-"""Structured numpy types of blocks. d: 128 times the factor, as the kernels want it."""
+"""Structured numpy types of blocks. d: 128 times the factor, as the kernels expect it."""
 _NUMBERS: Final = {"NVFP4": 1001, "INT4_32": 1002, "INT4_64": 1003, "INT4_128": 1004}
 TYPES: Final[Mapping[str, BlockType]] = {
     name: BlockType(name, _NUMBERS[name], WEIGHTS, layout.itemsize, True) for name, layout in LAYOUTS.items()}
 _LARGEST: Final = np.float32(6 * 448)
 """The largest e2m1 number times the largest e4m3 number."""
 _BOUNDS: Final = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
-"""Between the e2m1 numbers 0, 0.5, 1, 1.5, 2, 3, 4 and 6. Every second one rounds up: to the even code."""
+"""Midpoints of the e2m1 numbers 0, 0.5, 1, 1.5, 2, 3, 4 and 6. Every second midpoint rounds up: to the even code."""
 _SIGN, _NAN = 0x80, 0x7f
 
 
@@ -45,7 +45,7 @@ _SIGN, _NAN = 0x80, 0x7f
 
 
 class InexactError(Exception):
-    """Blocks cannot hold a weight without rounding; has the reason. All functions below raise it."""
+    """Raised if blocks cannot hold a weight without rounding; has the reason. All functions below raise it."""
 
 
 def nvfp4_blocks(codes: Tensor, scales: Tensor, factor: float) -> Tensor:
@@ -54,7 +54,7 @@ def nvfp4_blocks(codes: Tensor, scales: Tensor, factor: float) -> Tensor:
     if bool((scales & _NAN == _NAN).any()):
         raise InexactError("scales that are not numbers")
     rows, width = codes.shape
-    signs = (scales >> 7) * 0x88  # a scale's sign moves to its codes
+    signs = (scales >> 7) * 0x88  # moves a scale's sign to its codes
     codes = codes ^ signs.repeat_interleave(8, 1)
     d = torch.full((rows, width // 128, 1), 128 * factor, dtype=torch.float32)
     if not bool(d.isfinite().all()):
@@ -63,8 +63,8 @@ def nvfp4_blocks(codes: Tensor, scales: Tensor, factor: float) -> Tensor:
 
 
 def mxfp4_blocks(codes: Tensor, exponents: Tensor) -> Tensor:
-    """Returns blocks of the GGUF type MXFP4, uint8 [rows, bytes]. codes: uint8 [rows, columns / 2]. exponents: of two,
-    plus 127, uint8 [rows, columns / 32]."""
+    """Returns blocks of the GGUF type MXFP4, uint8 [rows, bytes]. codes: uint8 [rows, columns / 2]. exponents:
+    exponents of two, plus 127, uint8 [rows, columns / 32]."""
     if bool((exponents == 255).any()):
         raise InexactError("scales that are not numbers")
     halves = torch.stack((codes & 15, codes >> 4), -1).view(len(codes), -1, 2, 16)
@@ -72,8 +72,8 @@ def mxfp4_blocks(codes: Tensor, exponents: Tensor) -> Tensor:
 
 
 def int4_blocks(codes: Tensor, scales: Tensor, zeros: Tensor | int) -> Tensor:
-    """Returns blocks of `int4_type`, uint8 [rows, bytes]. codes: uint8 [rows, columns / 2]. scales: floats
-    [rows, groups]. zeros: zero points, uint8 [rows, groups], or one for all."""
+    """Returns blocks of `int4_type`, uint8 [rows, bytes]. codes: uint8 [rows, columns / 2]. scales: floats [rows,
+    groups]. zeros: zero points, uint8 [rows, groups], or one zero point for all."""
     type = int4_type(2 * codes.shape[1], scales.shape[1])
     if type is None:
         raise InexactError(f"{scales.shape[1]} groups in rows of {2 * codes.shape[1]} columns")
@@ -89,14 +89,14 @@ def int4_blocks(codes: Tensor, scales: Tensor, zeros: Tensor | int) -> Tensor:
 
 
 def int4_type(columns: int, groups: int) -> BlockType | None:
-    """Returns the type of a matrix with so many groups in a row, which may be larger than those of the type; None if
-    there is none."""
+    """Returns the block type of a matrix with `groups` groups in a row; a group may span several groups of the type.
+    Returns None if no type fits."""
     found = next((own for own in (128, 64, 32) if columns // groups % own == 0), None)
     return TYPES[f"INT4_{found}"] if found and columns % WEIGHTS == 0 and columns % groups == 0 else None
 
 
 def _joined(*fields: Tensor) -> Tensor:
-    """Returns blocks with these fields, each [rows, ...] of as many blocks."""
+    """Returns blocks with these fields. Each field is [rows, ...] and has the same number of blocks."""
     rows, blocks = len(fields[-1]), fields[-1].shape[1] // (WEIGHTS // 2)
     parts = [field.contiguous().view(rows, -1).view(torch.uint8).view(rows, blocks, -1) for field in fields]
     return torch.cat(parts, -1).flatten(1)
@@ -136,7 +136,7 @@ def _pairs(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _inverse(scale: Floats) -> Floats:
-    """Returns 1 / scale, and 0 where products could overflow."""
+    """Returns 1 / scale, or 0 where products could overflow."""
     found: Floats = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale >= np.float32(2.0**-120))
     return found
 

@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 def resolve(
     model: str | Path | None, revision: str | None = None, token: str | None = None, progress: bool = True
 ) -> Path:
-    """Returns the directory or GGUF file of a model: a path, the embedded model (`tiny` or None), or the download of
-    a repository: `org/name`, `org/name@v1` for a branch, tag or commit, `org/name:Q4_K_M` for one of its GGUF files.
+    """Returns the directory or GGUF file of a model: a path, the embedded model (`tiny` or None), or a downloaded
+    repository: `org/name`, `org/name@v1` for a branch, tag or commit, `org/name:Q4_K_M` for one of its GGUF files.
 
     Downloads resume, use HF_TOKEN unless `token` is given, need enough free space, and are verified. Raises ModelError
-    with a remedy: absent, gated, unauthorised, offline, no space, damaged.
+    with a remedy if the model is absent, gated, unauthorised, offline or damaged, or if the disk has no space.
     """
     if not isinstance(model, str | Path | None):
         raise ModelError(f"a model is {ACCEPTED}, not {show(model)}")
@@ -70,7 +70,7 @@ def _embedded() -> Path:
 
 
 def local_path(name: str) -> Path | None:
-    """Returns the model's directory or file, if it exists."""
+    """Returns the path of the model's directory or file, if it exists."""
     if name == EMBEDDED:
         return _embedded()
     if not name:
@@ -156,7 +156,7 @@ def _verify(repository: str, snapshot: Path, token: str | None, changed: bool) -
 
 
 def _delete(link: Path) -> str:
-    """Deletes a file of the cache and its link. Returns a message if that fails."""
+    """Deletes a file of the cache and its link. Returns a message if the deletion fails."""
     try:
         link.resolve().unlink()
         link.unlink(missing_ok=True)
@@ -176,11 +176,11 @@ def _quiet_bar() -> Any:
 
 
 def cached(repository: str, wanted: str | None, revision: str | None, cause: Exception) -> Path:
-    """Returns an earlier download, without network."""
+    """Returns an earlier download, without network access."""
     from huggingface_hub import snapshot_download
 
     def snapshot(chosen: Selection) -> Path:
-        """Raises if a file that the hub has listed and the patterns select is absent."""
+        """Returns the snapshot's path. Raises if a file that the hub listed and the patterns select is absent."""
         return Path(snapshot_download(repository, revision=revision, allow_patterns=[*chosen.patterns],
                                       ignore_patterns=[*chosen.skipped], local_files_only=True))
 
@@ -219,7 +219,7 @@ def _first_line(error: Exception) -> str:
 
 
 def is_offline(error: Exception) -> bool:
-    """True if the hub did not respond, as opposed to a refusal."""
+    """Returns True if the hub did not respond; False if it refused the request."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.HfHubHTTPError):
@@ -254,7 +254,7 @@ def _explain(repository: str, revision: str | None, error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """A downloaded commit. refs: branches and tags by which it was downloaded."""
+    """A downloaded commit. refs: branches and tags under which it was downloaded."""
 
     commit: str
     refs: tuple[str, ...]
@@ -266,7 +266,7 @@ class Revision:
         return self.refs[0] if self.refs else self.commit[:12]
 
     def is_called(self, name: str) -> bool:
-        """Matches a branch, a tag, or the start of the commit."""
+        """Returns True for the name of a branch or tag of this commit, or for the start of the commit's hash."""
         return name in self.refs or (len(name) >= 7 and self.commit.startswith(name))
 
 
@@ -285,7 +285,7 @@ class Download:
 
 
 def place() -> Path:
-    """Returns the hub's cache directory."""
+    """Returns the path of the hub's cache directory."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
@@ -296,7 +296,7 @@ def is_below(directory: Path, path: Path) -> bool:
 
 
 def downloads() -> list[Download]:
-    """Lists the models, last used first. Raises ModelError if the cache cannot be read."""
+    """Lists the downloaded models, last used first. Raises ModelError if the cache cannot be read."""
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:

@@ -1,4 +1,4 @@
-"""Reads adapters (LoRA) in the format of peft: `adapter_config.json` and `adapter_model.safetensors`, untrusted."""
+"""Reads LoRA adapters in the format of peft: `adapter_config.json` and `adapter_model.safetensors`, both untrusted."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _NESTED: Final = re.compile(r"(?:\.base_layer)+$")
 _ROWS_OF: Final = ("F32", "F16", "BF16")
 _MERGE: Final = "merge it into the weights (deltic convert --lora)"
 _CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisations that change the base model's weights, too."""
+"""Initialisations that also change the base model's weights."""
 _VARIANTS: Final = ("use_qalora", "lora_bias", "use_bdlora", "arrow_config", "alora_invocation_tokens", "velora_config",
                     "kasa_config", "monteclora_config", "layer_replication", "megatron_config",
                     "trainable_token_indices", "fan_in_fan_out")
@@ -59,7 +59,7 @@ _VARIANTS: Final = ("use_qalora", "lora_bias", "use_bdlora", "arrow_config", "al
 @dataclass(frozen=True, slots=True)
 class LowRankDelta:
     """Adds b a to the matrix of a canonical tensor, or of one expert in a stack: a [rank, columns], b [rows, rank] with
-    the scale, float32. magnitude [rows]: the norms of the rows of the sum (DoRA)."""
+    the scale applied, float32. magnitude [rows]: the row norms that the sum gets (DoRA)."""
 
     name: str
     a: Tensor
@@ -69,7 +69,7 @@ class LowRankDelta:
 
 
 class _Factors(NamedTuple):
-    """The tensors of a module. name: canonical, of the matrix or stack."""
+    """The tensors of a module. name: canonical name of the matrix or stack."""
 
     module: str
     name: str
@@ -80,7 +80,7 @@ class _Factors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoraFiles:
-    """The checked files of an adapter for a model. saved: stored names of whole modules by canonical name."""
+    """The checked files of an adapter for a model. saved: stored names of wholly replaced modules by canonical name."""
 
     path: Path
     config: ModelConfig
@@ -98,8 +98,8 @@ class LoraFiles:
         return any(each.magnitude for each in self.factors)
 
     def deltas(self) -> Iterator[LowRankDelta]:
-        """Yields the terms, module by module. Raises ModelError naming a tensor of another shape or with values that
-        are not finite."""
+        """Yields the low-rank terms, module by module. Raises ModelError naming a tensor of a wrong shape or with
+        values that are not finite."""
         shapes = expected_tensors(self.config)
         shapes.setdefault(HEAD, shapes[EMBEDDING])
         for factors in self.factors:
@@ -117,7 +117,7 @@ class LoraFiles:
     def _deltas(self, factors: _Factors, shapes: Mapping[str, Shape]) -> Iterator[LowRankDelta]:
         name = factors.name
         a, b = self._read(factors.a), self._read(factors.b)
-        if name == EMBEDDING:  # a lookup multiplies from the other side
+        if name == EMBEDDING:  # its delta is stored transposed, because of the lookup
             a, b = b.T, a.T
         place = stack_of(name)
         if is_stack(name):
@@ -140,8 +140,8 @@ class LoraFiles:
             yield LowRankDelta(part, a, b[own], None, None if magnitude is None else magnitude[own])
 
     def _stack(self, factors: _Factors, a: Tensor, b: Tensor, shapes: Mapping[str, Shape]) -> Iterator[LowRankDelta]:
-        """The terms of all experts: a [experts * rank, in], b [out, rank * experts] with the experts innermost; older
-        versions of peft exchange in and out."""
+        """Yields the terms of all experts: a [experts * rank, in], b [out, rank * experts] with the experts innermost;
+        older versions of peft swap in and out."""
         names = packed_parts(factors.name) or (factors.name,)
         count, inner, columns = self._shape(factors, names[0], shapes)
         rows = inner * len(names)
@@ -166,7 +166,7 @@ class LoraFiles:
         return found
 
     def _check(self, factors: _Factors, a: Tensor, b: Tensor, wanted: Shape, times: int = 1) -> None:
-        """wanted: rows and columns of the matrix. times: experts."""
+        """Checks the shapes of a and b. wanted: rows and columns of the matrix. times: number of experts."""
         rows, columns = wanted
         if a.shape[1] != columns:
             raise self._wrong(factors.a, f"[rank, {columns}]")
@@ -273,8 +273,8 @@ def _checked(settings: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """True if a key of `alpha_pattern` stands for a module: as a regular expression it would have to match the name, or
-    its end from a dot on. `.*` stands for any text, everything else for itself."""
+    """Returns True if a key of `alpha_pattern` matches a module. As a regular expression the key would have to match
+    the whole name, or its end after a dot. `.*` matches any text; all other characters match themselves."""
     first, *others = pattern.removeprefix("^").replace("\\.", ".").split(".*")
     starts = [0] if pattern.startswith("^") else [0, *(at + 1 for at, letter in enumerate(name) if letter == ".")]
     return any(_matches_from(name, start, first, others) for start in starts if name.startswith(first, start))
@@ -294,12 +294,12 @@ def _matches_from(name: str, start: int, first: str, others: list[str]) -> bool:
 
 
 def _tail(name: str) -> str:
-    """The name of a module without what wrappers add."""
+    """Returns the name of a module without the prefixes that wrappers add."""
     return _NESTED.sub("", name.removeprefix(_PREFIX)).removesuffix(".weight")
 
 
 def _saved_name(name: str, directory: Path) -> str:
-    """Returns the canonical name of a whole tensor in an adapter."""
+    """Returns the canonical name of a tensor that an adapter replaces as a whole."""
     plain = name.removeprefix(_PREFIX).replace(".base_layer", "")
     try:
         found = canonical(plain)
@@ -332,8 +332,8 @@ def _factors(module: str, parts: Mapping[str, str], directory: Path, config: Mod
 
 
 def _expert_stack(module: str, experts: ExpertsConfig | None, hidden: int, a: Shape, b: Shape) -> str | None:
-    """Returns the canonical name of the stack whose experts a module's factors belong to. The name of the parameter is
-    not among those of the tensors; only the shapes tell."""
+    """Returns the canonical name of the stack whose experts a module's factors belong to. The tensors' names do not
+    contain the name of the parameter, so only the shapes identify it."""
     if not module.endswith(".mlp.experts") or experts is None:
         return None
     size = experts.size
@@ -347,7 +347,7 @@ def _expert_stack(module: str, experts: ExpertsConfig | None, hidden: int, a: Sh
 
 
 def check_served(files: LoraFiles) -> None:
-    """Raises ModelError for an adapter that can only be merged."""
+    """Raises ModelError for an adapter that can be merged but not served."""
     if files.dora:
         name = next(each.magnitude for each in files.factors if each.magnitude)
         raise ModelError(f"tensor {name[:200]!r} of {files.path}: an adapter with magnitudes (DoRA) is not served "
@@ -362,8 +362,8 @@ def check_served(files: LoraFiles) -> None:
 
 
 def read_adapter(files: LoraFiles, name: str, dtype: torch.dtype, device: torch.device, tiled: bool) -> Adapter:
-    """Reads an adapter to be served. dtype: of its numbers. tiled: the model's value heads are in the order of GGUF
-    files. Raises ModelError naming the tensor that does not fit."""
+    """Reads an adapter for serving. dtype: dtype of its values. tiled: True if the model's value heads are in the order
+    of GGUF files. Raises ModelError naming the tensor that does not fit."""
     check_served(files)
     config = files.config
     products = [dict[str, list[LowRank]]() for _ in config.layer_types]
@@ -440,7 +440,7 @@ _PLACES: Final[Mapping[str, Callable[[ModelConfig], tuple[str, int]]]] = {
     "mlp.experts.up_proj": lambda config: ("gate_up", _experts(config).size),
     "mlp.experts.down_proj": _behind("down"),
 }
-"""The product of a matrix, and the row of it with which the matrix begins."""
+"""Product to which a canonical matrix belongs, and the row of the product at which the matrix begins."""
 
 
 def _experts(config: ModelConfig) -> ExpertsConfig:
@@ -449,7 +449,7 @@ def _experts(config: ModelConfig) -> ExpertsConfig:
 
 
 def _in_order(delta: LowRankDelta, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Returns a and b with value heads in the order of GGUF files."""
+    """Returns a and b with the value heads in the order of GGUF files."""
     if ".linear_attn." not in delta.name:
         return delta.a, delta.b
     form = gguf_name(delta.name, config.architecture, config.layer_types)[1]

@@ -13,10 +13,10 @@ from deltic.loader.names import EMBEDDING, HEAD
 
 
 class LoraMerge:
-    """Changes the canonical tensors of a model as an adapter does. The sums are in float32."""
+    """Applies an adapter to the canonical tensors of a model. Sums are computed in float32."""
 
     def __init__(self, files: LoraFiles) -> None:
-        """Reads the adapter. Raises ModelError as `LoraFiles.deltas`, and for one that would need a head of its own."""
+        """Reads the adapter. Raises ModelError like `LoraFiles.deltas`, and if it needs an untied head."""
         self._deltas = defaultdict[str, list[LowRankDelta]](list)
         self._saved = dict(files.saved_tensors())
         for delta in files.deltas():
@@ -26,7 +26,7 @@ class LoraMerge:
                              "cannot be merged")
 
     def apply(self, name: str, tensor: Tensor) -> Tensor:
-        """Returns a tensor with the adapter's terms, in float32; the tensor itself if it has none."""
+        """Returns the tensor plus the adapter's terms, in float32; without terms, the tensor itself."""
         tensor = self._saved.get(name, tensor)
         if name not in self._deltas:
             return tensor

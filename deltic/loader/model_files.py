@@ -60,13 +60,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on disk.
+    """A model on disk or in memory.
 
-    gguf: the open file, if the model is one.
-    mmproj: the GGUF file of its vision tower.
-    weights: tensors in memory that replace the files.
-    lora: an adapter to merge into the weights when they are converted. imatrix: weights the errors of their
-        quantization then.
+    gguf: the open GGUF file, if the model is one.
+    mmproj: the GGUF file of the vision tower.
+    weights: tensors in memory that replace the tensors of the files.
+    lora: an adapter to merge into the weights when they are converted. imatrix: weights the quantization errors of that
+        conversion.
     """
 
     path: Path
@@ -81,7 +81,7 @@ class ModelFiles:
 
     @property
     def place(self) -> Path | None:
-        """The directory or file; None for a model in memory."""
+        """Returns the directory or file; None for a model in memory."""
         return None if self.path == IN_MEMORY else self.path
 
     @property
@@ -90,7 +90,7 @@ class ModelFiles:
 
     @property
     def has_float8(self) -> bool:
-        """True if safetensors store matrices in float8. Reads their headers."""
+        """Returns True if safetensors store matrices in float8. Reads their headers."""
         return self.gguf is None and any(tensor.dtype == FLOAT8 for tensor in find_tensors(self._stored).values())
 
     def float8_names(self) -> set[str]:
@@ -100,13 +100,13 @@ class ModelFiles:
         return {part for name in names for part in packed_parts(name) or (name,)}
 
     def storages(self) -> dict[str, tuple[str, int]]:
-        """Returns dtype or format, and columns, of each tensor of safetensors by canonical name."""
+        """Returns the dtype or format, and the columns, of each tensor of safetensors by canonical name."""
         plan = plan_directory(self._stored, self.config)
         return {part: (source.dtype, source.shape[-1]) for name, source in plan.items()
                 for part in packed_parts(name) or (name,)}
 
     def block_types(self, form: PackedForm) -> dict[str, BlockType]:
-        """Returns the types of the blocks of weights in safetensors that stay as they are stored, by canonical name."""
+        """Returns the block types of weights that keep the quantization of their safetensors, by canonical name."""
         if self.gguf is not None:
             return {}
         found = ((name, block_type(source, form)) for name, source in plan_directory(self._stored, self.config).items())
@@ -121,7 +121,7 @@ class ModelFiles:
               experts: bool = True, kept: KeptForms = DEQUANTIZED
               ) -> Iterator[tuple[int, str, StoredWeight | Weight]]:
         """Yields each device's part of the weights in file order: device, name, and tensor on the device. experts:
-        include theirs. kept: weights of safetensors that stay quantized."""
+        include the experts. kept: forms of the safetensors weights that stay quantized."""
         if self.gguf is not None:
             return read_file_parts(self.gguf, self.config, dtype, split, progress)
         return read_parts(self._stored, self.config, dtype, split, progress, experts, kept)
@@ -139,14 +139,14 @@ class ModelFiles:
         return experts_in_directory(self.path, self.config, dtype)
 
     def load_head(self, dtype: DType | Literal["auto"], device: str, packed: bool = False) -> dict[str, Weight] | None:
-        """Returns the multi-token-prediction head of `head_parts`, whole on one device, with `packed` for the CPU's
-        kernels; None if there is none."""
+        """Returns the multi-token-prediction head of `head_parts`, whole on one device; None if there is none. packed:
+        use the form of the CPU's kernels."""
         return self.head_parts(dtype, one_device(device), [host_form()] if packed else ())[0] or None
 
     def head_parts(self, dtype: DType | Literal["auto"], split: Split, forms: Sequence[PackedForm] = ()
                    ) -> list[dict[str, Weight]]:
         """Returns each device's part of the multi-token-prediction head by canonical name (`names.expected_head` and
-        `optional_head`), still quantized if there are `forms`; nothing if there is no head.
+        `optional_head`), still quantized if there are `forms`; empty if there is no head.
 
         Raises ModelError naming the tensor that is missing, unknown, doubled, or of another shape or type, and for
         heads of several layers.
@@ -159,8 +159,8 @@ class ModelFiles:
 
     def load_tower(self, dtype: DType | Literal["auto"], device: str, form: PackedForm | None = None
                    ) -> dict[str, Block] | None:
-        """Returns the vision tower by canonical name (`vision.expected_tower`); None if there is none. form: keeps
-        quantized matrices quantized."""
+        """Returns the vision tower by canonical name (`vision.expected_tower`); None if there is none. form: quantized
+        matrices stay quantized, in this form."""
         if self.vision is None:
             return None
         kept = self._dtype(dtype)
@@ -190,7 +190,7 @@ class ModelFiles:
         return find_head(directory_checkpoint(directory), self.config)
 
     def weight_files(self, head: bool) -> tuple[Path, ...]:
-        """Returns the files with weights. head: include those of the draft head."""
+        """Returns the files with weights. head: include the files of the draft head."""
         found = list[Path]()
         if self.gguf is not None:
             found.extend(self.gguf.paths)
@@ -203,7 +203,7 @@ class ModelFiles:
         return tuple(dict.fromkeys(found))
 
     def head_kinds(self) -> dict[str, int]:
-        """Returns the bytes of the head by stored type. Raises ModelError as `load_head`."""
+        """Returns the bytes of the head by stored type. Raises ModelError like `load_head`."""
         stored = [(part.stored.type.name, part.stored.nbytes) for part in self.gguf_head()]
         stored = stored or [(tensor.dtype, tensor.nbytes) for tensor in self.stored_head().values()]
         sizes = dict[str, int]()
@@ -230,9 +230,9 @@ def open_model(
 ) -> ModelFiles:
     """Finds a model (see `resolve`), and reads its config.json and generation_config.json, or its GGUF metadata.
 
-    mmproj: GGUF file of the vision tower. Default: one in the folder of the model.
-    config: replaces config.json: the path of such a file, its content, or a shape.
-    weights: replaces the tensors of the files. Without `model` there are no files at all.
+    mmproj: GGUF file of the vision tower. Default: the one in the model's folder.
+    config: replaces config.json: the path of such a file, its contents, or a shape.
+    weights: replaces the tensors of the files. Without `model` no files are read at all.
     Raises ModelError naming the file and key that cannot be used.
     """
     tensors = None if weights is None else in_memory(weights)
@@ -253,7 +253,7 @@ def open_model(
 
 
 def only_gguf(directory: Path) -> Path | None:
-    """Returns the GGUF file of a directory without other weights; parts of one model count as one file."""
+    """Returns the GGUF file of a directory without other weights. The parts of a split model count as one file."""
     if has_weights(directory):
         return None
     models = [path for path in sorted(directory.iterdir()) if is_model(path.name) and not path.is_dir()]
@@ -304,7 +304,7 @@ def _open_directory(path: Path, weights: InMemory | None, config: Any) -> ModelF
 
 
 def _read_shape(directory: Path, config: Any) -> tuple[ModelConfig, Mapping[str, Any]]:
-    """Returns the shape, and the content of config.json or its replacement."""
+    """Returns the shape, and the contents of config.json or its replacement."""
     if not isinstance(config, ModelConfig | Mapping | str | Path | None):
         raise ConfigError(f"config must be the path of a config.json, its content, or a ModelConfig, not "
                           f"{show(config)}", "config")
@@ -325,7 +325,7 @@ def _read_shape(directory: Path, config: Any) -> tuple[ModelConfig, Mapping[str,
 
 
 def is_tied(tensors: Path | InMemory, mapping: Mapping[str, Any]) -> bool:
-    """True for a checkpoint without a head, unless its config says otherwise."""
+    """Returns True for a checkpoint without lm_head, unless its config says otherwise."""
     if "tie_word_embeddings" in {**mapping, **mapping.get("text_config", {})}:
         return False
     return not any(name.endswith("lm_head.weight") for name in find_tensors(tensors))
@@ -333,7 +333,7 @@ def is_tied(tensors: Path | InMemory, mapping: Mapping[str, Any]) -> bool:
 
 def _vision(directory: Path, tensors: Path | InMemory, mapping: Mapping[str, Any], config: ModelConfig
             ) -> Vision | None:
-    """Returns the tower of the config, if its tensors exist."""
+    """Returns the tower that the config describes, if its tensors exist."""
     try:
         with _errors_name(directory / "config.json"):
             tower = VisionConfig.from_hf(mapping, config.hidden_size)
@@ -348,9 +348,9 @@ def _vision(directory: Path, tensors: Path | InMemory, mapping: Mapping[str, Any
 
 
 def _preprocessors(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], Path]:
-    """Reads the configs of images and videos, and returns the path for messages.
+    """Reads the configs of the image and video preprocessors, and returns the path for error messages too.
 
-    Since version 5 transformers writes one file for both, which overrides the separate ones.
+    Since version 5, transformers writes one file for both, which overrides the separate files.
     """
     both = _read_optional(directory / "processor_config.json")
     images = both.get("image_processor", _read_optional(directory / "preprocessor_config.json"))
@@ -387,9 +387,9 @@ _TYPES: Final[Mapping[str, _Type]] = {
 
 
 def experts_in_directory(directory: Path, config: ModelConfig, dtype: DType) -> list[list[StoredExpert]]:
-    """Returns the experts of each layer of a safetensors directory, stored as stacks, fused stacks, or one by one.
+    """Returns the experts of each layer of a safetensors directory, stored as stacks, as fused stacks, or one by one.
 
-    Raises ConfigError if they are not of `dtype`, because they are used as they are stored; ModelError as
+    Raises ConfigError if their dtype is not `dtype`, because they are used as stored, and ModelError like
     `plan_directory`.
     """
     found = dict[str, list[StoredMatrix]]()
@@ -431,7 +431,7 @@ def _split(source: Source) -> Iterator[StoredTensor]:
 
 
 def experts_in_gguf(file: GgufFile, config: ModelConfig) -> list[list[StoredExpert]]:
-    """Returns the experts of each layer of a GGUF file. Raises ModelError as `plan_gguf`."""
+    """Returns the experts of each layer of a GGUF file. Raises ModelError like `plan_gguf`."""
     found = dict[str, list[StoredMatrix]]()
     for part in plan_gguf(file, config):
         if not is_stack(part.target.names[0]):

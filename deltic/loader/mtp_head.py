@@ -63,12 +63,12 @@ def find_head(checkpoint: CheckpointFiles, config: ModelConfig) -> dict[str, Sou
 
 
 def head_in_memory(weights: InMemory, config: ModelConfig) -> dict[str, Source]:
-    """Like `find_head`, for tensors in memory."""
+    """Locates the head's tensors like `find_head`, for tensors in memory."""
     return _checked_head(weights, _canonical(combine(weights.tensors, weights.quantization)), config)
 
 
 def _canonical(tensors: Mapping[str, Source]) -> dict[str, Source]:
-    """Returns a head's tensors by canonical name, without scales that are not used."""
+    """Returns a head's tensors by canonical name, without unused scales."""
     named = ((canonical_head(name), stored) for name, stored in tensors.items() if not is_unused_scale(name))
     return {name: stored for name, stored in named if name is not None}
 
@@ -81,7 +81,7 @@ def _checked_head(place: Path | InMemory, stored: Mapping[str, Source], config: 
 
 
 def _files(checkpoint: CheckpointFiles) -> tuple[list[str], list[str]]:
-    """Returns the model's own safetensors files that may contain a head, and files that are not the model's."""
+    """Returns the model's own safetensors files that may contain a head, and the other files that may contain one."""
     names = [name for name in checkpoint.sizes if name.endswith(".safetensors")]
     if SINGLE in names or INDEX not in checkpoint.sizes:
         own = {SINGLE} & set(names)
@@ -208,7 +208,7 @@ def extract_head(checkpoint: CheckpointFiles, target: Path, source: str, progres
 
 
 def _header(stored: Mapping[str, Source], config: ModelConfig, source: str) -> bytes:
-    """Returns the bytes before the data, padded to a multiple of eight."""
+    """Returns the bytes of the file before the data, padded to a multiple of eight."""
     sizes = {"architecture": config.architecture, "hidden_size": config.hidden_size,
              "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,
              "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim,

@@ -1,4 +1,4 @@
-"""Canonical names and shapes of a model's tensors. They are those of Hugging Face's text models."""
+"""Canonical names and shapes of a model's tensors: the names that Hugging Face's text models use."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def canonical(name: str) -> str | None:
 
 
 def is_unused_scale(name: str) -> bool:
-    """True for a scale of activations, or of keys and values, which are quantized with their own scales, or not."""
+    """Returns True for a scale of activations or K/V. deltic quantizes these with its own scales, or not at all."""
     return _UNUSED_SCALE.search(name) is not None
 
 
 def is_head(name: str) -> bool:
-    """True for a tensor of any kind of multi-token-prediction head."""
+    """Returns True for a tensor of any kind of multi-token-prediction head."""
     return _HEAD.fullmatch(name) is not None
 
 
@@ -112,7 +112,7 @@ def canonical_head(name: str) -> str | None:
 
 
 def is_stack(name: str) -> bool:
-    """True for a canonical name of the stacked matrices of all experts."""
+    """Returns True for a canonical name of the stacked matrices of all experts."""
     return _STACK.search(name) is not None
 
 
@@ -123,7 +123,7 @@ def stack_of(name: str) -> tuple[str, int] | None:
 
 
 def is_norm(name: str) -> bool:
-    """True for the weight of a norm."""
+    """Returns True for the weight of a norm."""
     return _NORM.search(name) is not None
 
 
@@ -133,7 +133,7 @@ def tensor_dtype(name: str, dtype: DType) -> DType:
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
-    """Returns the shape of every tensor of the text model by canonical name, without a tied head."""
+    """Returns the shape of every tensor of the text model by canonical name; a tied head has no tensor."""
     hidden = config.hidden_size
     tensors: dict[str, Shape] = {EMBEDDING: (config.vocab_size, hidden)}
     for index, kind in enumerate(config.layer_types):
@@ -268,13 +268,13 @@ def packed_of(part: str) -> str | None:
 
 
 def expected_rows(part: str, config: ModelConfig) -> int:
-    """Returns the rows of a part of such a projection."""
+    """Returns the number of rows of a part of a packed projection."""
     return _linear_tensors(config)[f"linear_attn.{part.split('.')[-2]}.weight"][0]
 
 
 def packed_rows(name: str, config: ModelConfig) -> torch.Tensor:
-    """Returns the row in a packed projection of a Gated DeltaNet layer of each row of its parts, one after another,
-    int64."""
+    """Returns an int64 index into the rows of a packed projection of a Gated DeltaNet layer: the row of each row of the
+    parts, one part after another."""
     linear = _linear(config)
     groups = torch.arange(packed_shape(name, config)[0]).view(linear.num_key_heads, -1)
     return torch.cat([part.flatten() for part in groups.split(_group_rows(name, linear), 1)])
@@ -284,7 +284,7 @@ def split_packed(name: str, tensor: torch.Tensor, config: ModelConfig) -> dict[s
     """Splits a packed projection into copies of its canonical parts.
 
     Projections of Gated DeltaNet layers are interleaved: each key head's group has its own q, k, v, z (or b, a) rows.
-    Those of experts hold each expert's gate, then its up. Raises ModelError if the shape does not fit the config.
+    Projections of experts hold each expert's gate, then its up. Raises ModelError if the shape does not fit the config.
     """
     if not packed_parts(name) or tuple(tensor.shape) != packed_shape(name, config):
         raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, "

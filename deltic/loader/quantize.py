@@ -1,5 +1,5 @@
-"""Quantizes weights while they are loaded, to the types that `deltic convert` would write, or to types for kernels
-alone; and packs weights that are stored quantized."""
+"""Quantizes weights during loading, to the types that `deltic convert` would write, or to types that only kernels use.
+Also packs weights that are stored quantized."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FP8: Final = "fp8"
 """The scheme of float8, on GPUs only. Embedding, lm_head and the small projections of decays and betas get Q8_0, which
 is more precise."""
 STORED: Final = "stored"
-"""The scheme that keeps weights that are stored quantized and quantizes no others."""
+"""The scheme that keeps weights that are stored quantized, and quantizes no others."""
 FP8_TYPE: Final = BlockType("FP8", -1, GROUP, FLOAT8_BLOCK_BYTES, True)
 """Float8 blocks, which GGUF files do not have."""
 _PLAIN: Final = ("F32", "F16", "BF16")
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 def quantize_tensors(tensors: Iterable[tuple[str, StoredWeight]], scheme: str, config: ModelConfig,
                      form: PackedForm | None = None) -> dict[str, Weight]:
-    """Quantizes tensors as `quantize_parts`, whole on one device, by default for the CPU's compiled kernels."""
+    """Quantizes tensors like `quantize_parts`, whole on one device, by default for the CPU's compiled kernels."""
     return quantize_parts(map(_on_first, tensors), scheme, config, [form or host_form()])[0]
 
 
@@ -58,8 +58,8 @@ def _on_first(item: tuple[str, StoredWeight]) -> tuple[int, str, StoredWeight]:
 def quantize_parts(tensors: Iterator[tuple[int, str, StoredWeight | QTensor]], scheme: str, config: ModelConfig,
                    forms: Sequence[PackedForm]) -> list[dict[str, Weight]]:
     """Quantizes each device's part of matrices by a scheme of SCHEMES, or by FP8 or STORED, which keep float8 weights.
-    Other tensors, and matrices whose rows fit no blocks or whose type the form does not serve, stay unchanged. Value
-    heads keep their order. Stored blocks stay, unless they are not exact, and so do matrices that are packed already.
+    Other tensors stay unchanged, as do matrices whose rows fit no blocks or whose type the form does not serve. Value
+    heads keep their order. Matrices that are already packed are kept, and stored blocks too unless they are inexact.
 
     Holds one input tensor in memory at a time. Raises ModelError naming a tensor with values that its type cannot hold.
     """
@@ -92,7 +92,7 @@ def quantize_parts(tensors: Iterator[tuple[int, str, StoredWeight | QTensor]], s
 
 
 def quantized_units(config: ModelConfig, scheme: str, form: PackedForm) -> dict[str, int]:
-    """Returns the columns that slices of each `down` of a feed-forward are multiples of, if a scheme quantizes it."""
+    """Returns, for each `down` matrix of a feed-forward that a scheme quantizes, the unit in columns of its slices."""
     found = dict[str, int]()
     for name, shape in expected_tensors(config).items():
         if name.endswith(".down_proj.weight") and not is_stack(name):
@@ -104,9 +104,9 @@ def quantized_units(config: ModelConfig, scheme: str, form: PackedForm) -> dict[
 
 def quantized_bytes(config: ModelConfig, scheme: str, plain: Mapping[str, int],
                     packed: Callable[[str, int, int], int | None] | None = None) -> dict[str, int]:
-    """Returns the bytes of each tensor of a model that is quantized by a scheme. plain: those of the unquantized
-    tensors. packed(type, rows, columns): bytes of a matrix in the form of a device; None: it stays plain. Default: as
-    in a file."""
+    """Returns the bytes of each tensor of a model that is quantized by a scheme. plain: bytes of the unquantized
+    tensors. packed(type, rows, columns): returns the bytes of a matrix in the form of a device, or None if it stays
+    plain. Default: the bytes in a file."""
     found = dict(plain)
     for name, shape in expected_tensors(config).items():
         type = _target_type(name, shape, scheme, config)
@@ -117,7 +117,7 @@ def quantized_bytes(config: ModelConfig, scheme: str, plain: Mapping[str, int],
 
 
 def _target_type(name: str, shape: tuple[int, ...], scheme: str, config: ModelConfig) -> BlockType:
-    """Returns the type that a tensor gets."""
+    """Returns the type that a tensor gets under the scheme."""
     float8 = scheme in (FP8, STORED)
     file_type = FILE_TYPES[SCHEMES["q8_0" if float8 else scheme]]
     type = target_of(name, shape, config, file_type).type
@@ -143,7 +143,7 @@ def quantize_tower(weights: Mapping[str, Block]) -> dict[str, Block]:
 
 
 def _packed(shape: tuple[int, ...], type: BlockType, form: PackedForm, read: Callable[[int, int], Any]) -> Weight:
-    """Packs a matrix, or a stack. `read` returns bytes of its blocks, one matrix after another."""
+    """Packs a matrix, or a stack. `read` returns bytes of the blocks, one matrix after another."""
     *_, rows, columns = shape
     size = type.size(columns)
     if len(shape) == 2:
@@ -155,7 +155,7 @@ def _packed(shape: tuple[int, ...], type: BlockType, form: PackedForm, read: Cal
 
 
 def _kept(name: str, weight: StoredBlocks, form: PackedForm) -> Weight:
-    """Packs stored blocks; dequantizes a weight that they cannot hold without rounding."""
+    """Packs stored blocks; dequantizes a weight that blocks cannot hold without rounding."""
     try:
         return _packed(weight.shape, weight.type, form, weight.read)
     except InexactError as error:
@@ -165,13 +165,13 @@ def _kept(name: str, weight: StoredBlocks, form: PackedForm) -> Weight:
 
 
 def _float8_reader(weight: Float8) -> Callable[[int, int], Any]:
-    """Returns a reader of its blocks, without rounding."""
+    """Returns a reader of the weight's blocks, without rounding."""
     blocks = weight.blocks().flatten()
     return lambda start, count: blocks[start:start + count]
 
 
 def quantized(name: str, matrix: Tensor, type: BlockType, pool: Executor, form: PackedForm) -> QTensor:
-    """Quantizes a float matrix. Raises ModelError naming it for values that the type cannot hold."""
+    """Quantizes a float matrix. Raises ModelError naming the matrix for values that the type cannot hold."""
     found = _packed(matrix.shape, type, form, _quantizing_reader(name, matrix, type, pool))
     assert isinstance(found, QTensor)
     return found

@@ -1,4 +1,4 @@
-"""Parts of a repository's files over HTTP. Every request is bounded in bytes and time: servers are untrusted."""
+"""Reads parts of a repository's files over HTTP. Every request is bounded in bytes and time: servers are untrusted."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from urllib.parse import quote
 from deltic.errors import ModelError, show
 
 _FIRST: Final = 256 << 10
-"""Bytes of a file that the first request fetches: most headers are within them."""
+"""Bytes of a file that the first request fetches: most headers fit in them."""
 _MAX_LISTING: Final = 32 << 20
 _MAX_SKIPPED: Final = 16 << 20
-"""Bytes that are received and dropped from a server that sends files from their start only."""
+"""Maximum bytes to receive and drop from a server that sends files from their start only."""
 _MAX_ERROR: Final = 64 << 10
 _TIMEOUT: Final = 10.0
-"""Seconds without a byte."""
+"""Maximum seconds without a byte."""
 _PATIENCE: Final = 60.0
 _SLOWEST: Final = 50_000
-"""A request may take _PATIENCE seconds, and one more for so many bytes."""
+"""A request may take _PATIENCE seconds, plus one second for each of this many bytes."""
 
 
 class Repository:
     """A commit of a repository. sizes: bytes of each file.
 
-    Endpoint, token, proxies and offline mode are those of huggingface_hub, and so are the errors, besides ModelErrors
-    about the server's responses.
+    Endpoint, token, proxies and offline mode are the settings of huggingface_hub. Errors are those of huggingface_hub,
+    plus ModelErrors about the server's responses.
     """
 
     def __init__(self, name: str, revision: str | None, token: str | None) -> None:
@@ -114,7 +114,7 @@ def _in_time(pieces: Iterator[bytes], deadline: float) -> Iterator[bytes]:
 
 
 def _taken(pieces: Iterator[bytes], skipped: int, count: int) -> bytes:
-    """Returns `count` bytes after the first `skipped`, or fewer if there are not so many."""
+    """Returns `count` bytes after the first `skipped` bytes, or fewer if the pieces end earlier."""
     found = bytearray()
     for piece in pieces:
         found += piece[skipped:]

@@ -44,20 +44,20 @@ TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _CHUNK: Final = 4 << 20
-"""Values that are read, or dequantized, at a time."""
+"""Number of values that are read, or dequantized, at a time."""
 _COMPARED_ROWS: Final = 64
 _ROUNDED: Final = 0.3
-"""Relative error of a matrix that is a copy in 4 bits; of one that is no copy it is above 1."""
-_FLOAT16_LIMIT: Final = 65520.0  # the least value that rounds to infinity
+"""Maximum relative error of a matrix that is a 4-bit copy of another; unrelated matrices have errors above 1."""
+_FLOAT16_LIMIT: Final = 65520.0  # the smallest value that rounds to infinity
 
 
 @dataclass(frozen=True, slots=True)
 class KeptForms:
-    """The weights that stay quantized while they are read.
+    """The weights that stay quantized while a model is read.
 
     float8: matrices and stacks that are stored in float8.
-    blocks: the types of blocks of weights that stay as they are stored, by canonical name.
-    pack: reads a weight in the form of the only device, or returns None.
+    blocks: block types of weights that keep their stored quantization, by canonical name.
+    pack: reads a weight in the form of the only device; returns None if it cannot.
     """
 
     float8: bool = False
@@ -86,12 +86,12 @@ def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | 
                progress: Progress | None = None, experts: bool = True, kept: KeptForms = DEQUANTIZED
                ) -> Iterator[tuple[int, str, StoredWeight | Weight]]:
     """Yields each device's part of the tensors of `expected_tensors(config)` in file order: device, name, and tensor,
-    contiguous, on the device. experts: include theirs. kept: the weights that stay quantized.
+    contiguous, on the device. experts: include the experts. kept: the weights that stay quantized.
 
-    Matrices are of `dtype` (`auto`: the config's), norms and decay parameters float32 (`tensor_dtype`). No byte of the
-    files is read for several devices, unless they all have it. `progress(done, total)` counts bytes. Peak memory is
-    near the size of the result: tensors are read one by one. Files are not mapped, because a later eviction of cached
-    pages would stall a step.
+    Matrices get `dtype` (`auto`: the config's), norms and decay parameters float32 (`tensor_dtype`). A byte of a file
+    is read for only one device, unless all devices need it. `progress(done, total)` counts bytes. Peak memory is little
+    more than the size of the result: tensors are read one by one. Files are not mapped, because a later eviction of
+    cached pages would stall a step.
     Raises ModelError naming the tensor that is unknown, missing, doubled or of another shape or dtype, or the file that
     is absent, truncated or corrupt.
     """
@@ -126,7 +126,7 @@ def read_parts(path: str | Path | InMemory, config: ModelConfig, dtype: DType | 
 
 def read_source(name: str, stored: Source, config: ModelConfig, dtype: DType, split: Split
                 ) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """Yields each device's part of the tensors that a stored one is or consists of, as `read_parts`."""
+    """Yields each device's part of the canonical tensors in a stored tensor, like `read_parts`."""
     for device, part, tensor in _parts_of(name, stored, config, dtype, split, False):
         assert isinstance(tensor, torch.Tensor)
         yield device, part, tensor
@@ -138,7 +138,7 @@ def _parts_of(name: str, stored: Source, config: ModelConfig, dtype: DType, spli
     if names and not is_stack(name) and float8 and stored.dtype == FLOAT8:
         yield from _split_float8(name, stored, config, split)
         return
-    if names and not is_stack(name):  # rows of the key heads in turn
+    if names and not is_stack(name):  # rows are ordered by key head
         whole = split_packed(name, read_stored(name, stored, kept, split.devices[0]), config)
         yield from split.cut((part, whole.pop(part)) for part in [*whole])
         return
@@ -155,7 +155,7 @@ def _parts_of(name: str, stored: Source, config: ModelConfig, dtype: DType, spli
 
 def _blocks_of(name: str, stored: Source, type: BlockType, config: ModelConfig, dtype: DType, split: Split
                ) -> Iterator[tuple[int, str, StoredBlocks]]:
-    """Yields each device's part of a weight that stays as it is stored, without reading it."""
+    """Yields each device's part of a weight that keeps its stored quantization, without reading it."""
     sources = [part for part in stored.parts if isinstance(part, PackedTensor)]
     stacked, names = isinstance(stored, Stack), packed_parts(name)
     rows = torch.arange(stored.shape[-2])
@@ -173,7 +173,7 @@ def _blocks_of(name: str, stored: Source, type: BlockType, config: ModelConfig, 
 
 def _read_own(name: str, stored: Source, dtype: torch.dtype, split: Split, own: Mapping[int, Part]
               ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields each device's part of a tensor, of which `own` has one for each device that has any."""
+    """Yields each device's part of a tensor; `own` has the part of each device that has one."""
     if not any(part.columns for part in own.values()):
         for device, part in own.items():
             yield device, read_stored(name, stored, dtype, split.devices[device], part)
@@ -192,7 +192,7 @@ def _read_own(name: str, stored: Source, dtype: torch.dtype, split: Split, own: 
 
 
 def _stays_float8(name: str, stored: Source, own: Iterable[Part]) -> bool:
-    """True for a float8 tensor that need not be split, or whose parts share no block."""
+    """Returns True for a float8 tensor that need not be split, or whose parts share no block of scales."""
     splittable = is_stack(name) and stored.shape[-2] % (2 * GROUP) == 0
     aligned = all(bound % GROUP == 0 for part in own if part.columns and part.ranges
                   for columns in part.ranges for bound in (columns.start, columns.stop))
@@ -242,7 +242,7 @@ def _twice(name: str, first: str, second: str) -> ModelError:
 
 
 def check_stored(name: str, stored: Source, shape: Shape) -> Source:
-    """Returns the tensor in this shape. Raises ModelError naming it if it has another one or an unsupported dtype."""
+    """Returns the tensor in this shape. Raises ModelError naming it for a different shape or unsupported dtype."""
     stored = stored.shaped(shape)
     if stored.shape != shape:
         raise ModelError(f"tensor {name!r} has shape {list(stored.shape)}, config.json requires "
@@ -298,7 +298,7 @@ def _read_part(name: str, stored: StoredTensor | PackedTensor, result: torch.Ten
 def _read_packed(name: str, stored: PackedTensor, result: torch.Tensor) -> None:
     """Reads and dequantizes a weight, some rows at a time."""
     rows = result.view(stored.shape)
-    step = max(1, _CHUNK // 4 * len(rows) // max(1, result.numel()))  # temporaries have several times that size
+    step = max(1, _CHUNK // 4 * len(rows) // max(1, result.numel()))  # temporaries are several times larger
     source = stored.loaded()
     for first in range(0, len(rows), step):
         piece = rows[first:first + step]
@@ -308,7 +308,7 @@ def _read_packed(name: str, stored: PackedTensor, result: torch.Tensor) -> None:
 
 
 def _read_float8(name: str, stored: Source, split: Split, own: Mapping[int, Part]) -> Iterator[tuple[int, Float8]]:
-    """Yields each device's part of a float8 tensor, without conversion. Raises ModelError as `read_stored`."""
+    """Yields each device's part of a float8 tensor, without conversion. Raises ModelError like `read_stored`."""
     packed = [part for part in stored.parts if isinstance(part, PackedTensor)]
     parts = [replace(part.tensors["codes"], dtype="U8") for part in packed]
     scales = [float8_scales(part) for part in packed]
@@ -341,8 +341,8 @@ def _check_range(name: str, raw: torch.Tensor, piece: torch.Tensor) -> None:
 
 
 def check_tied(sources: Mapping[str, Source]) -> None:
-    """Raises ModelError unless a redundant tied head, as some exporters write, equals the embedding. Of quantized ones
-    the first rows must be near those of the other."""
+    """Raises ModelError unless a redundant tied head, as some exporters write, equals the embedding. If either is
+    quantized, only the first rows are compared, within an error bound."""
     (head,), (embedding,) = sources[HEAD].parts, sources[EMBEDDING].parts
     if isinstance(head, PackedTensor) or isinstance(embedding, PackedTensor):
         rows = Part((slice(0, min(_COMPARED_ROWS, head.shape[0])),))

@@ -1,4 +1,4 @@
-"""Quantized weights of safetensors that stay as they are stored, for kernels that multiply them."""
+"""Quantized weights of safetensors that keep their stored quantization, for kernels that multiply them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from deltic.ops.parts import Part, Shape
 from deltic.ops.quantized import PackedForm
 
 _PIECE = 4 << 20
-"""Weights that are dequantized at once."""
+"""Number of weights that are dequantized at once."""
 _MOST_SHARED = 128
-"""Columns that share a scale in blocks, at most."""
+"""Maximum number of columns that share a scale in blocks."""
 
 
 def block_type(source: Source, form: PackedForm) -> BlockType | None:
-    """Returns the type of the blocks in which a weight stays in this form; None if it is dequantized."""
+    """Returns the type of the blocks in which this form keeps a weight quantized; None if the weight is dequantized."""
     types = {part.format.blocks(part) if isinstance(part, PackedTensor) else None for part in source.parts}
     found, columns = types.pop(), source.shape[-1]
     fits = found is not None and not types and columns % found.weights == 0 and form.serves(found.name, columns)
@@ -31,11 +31,11 @@ def block_type(source: Source, form: PackedForm) -> BlockType | None:
 class StoredBlocks:
     """A device's part of a weight that stays quantized.
 
-    sources: the matrix, or those of a stack, all of one format.
-    stacked: it is a stack.
-    type: of the blocks.
-    dtype: of the weight if it is dequantized after all.
-    rows: those of each matrix, in order, int64. columns: ranges of its columns; None: all.
+    sources: the matrix, or the matrices of a stack, all of one format.
+    stacked: True if the weight is a stack.
+    type: type of the blocks.
+    dtype: dtype of the weight if it is dequantized after all.
+    rows: row indices of the part within each matrix, in order, int64. columns: ranges of its columns; None: all.
     """
 
     sources: tuple[PackedTensor, ...]
@@ -88,7 +88,7 @@ class StoredBlocks:
         return replace(found, **{name: self._cut(value, own) for name, value in matrices.items()})
 
     def _cut(self, matrix: Tensor, rows: Tensor | None) -> Tensor:
-        """Returns these rows and the part's columns of a matrix of codes, or of scales of groups of columns."""
+        """Returns these rows and the part's columns of a matrix of codes, or of a matrix of scales of column groups."""
         if rows is not None:
             matrix = matrix[rows]
         if self.columns is None:
@@ -101,7 +101,7 @@ class StoredBlocks:
 
 def stored_blocks(sources: Sequence[PackedTensor], stacked: bool, type: BlockType, dtype: torch.dtype, part: Part,
                   rows: Tensor) -> StoredBlocks:
-    """Returns a part of a weight: of the matrices of a stack, or of the rows or columns of a matrix."""
+    """Returns a part of a weight: some matrices of a stack, or some rows or columns of a matrix."""
     if part.ranges is not None and stacked:
         sources = [source for own in part.ranges for source in sources[own]]
     elif part.ranges is not None and not part.columns:

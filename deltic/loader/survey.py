@@ -1,5 +1,5 @@
-"""Surveys a checkpoint by its configs and the headers of its files, on this machine or on the hub. No weights are
-read, and what deltic does not support is described all the same."""
+"""Surveys a checkpoint by its configs and the headers of its files, on this machine or on the hub. Reads no weights,
+and describes models that deltic does not support, too."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from deltic.loader.tensors import Source, StoredTensor
 from deltic.loader.vision import bundled_tower, find_mmproj, plan_tower, vision_from_gguf
 
 _READERS: Final = 8
-"""Headers that are read at the same time."""
+"""Number of headers that are read concurrently."""
 MAX_SHARDS: Final = 1024
 _MAX_HEADERS: Final = 256 << 20
 _MAX_NAMED: Final = 3
@@ -73,7 +73,7 @@ _KINDS: Final[Mapping[str, re.Pattern[str]]] = {kind: re.compile(pattern) for ki
     ATTENTION: r"\.self_attn\.|\.attn_(q|k|v|output|q_norm|k_norm)\.",
     "MLP": r"\.mlp\.(gate|up|down|gate_up)_proj\b|\.ffn_(gate|up|down)\.",
     NORMS: ""}.items()}
-"""Kinds of weights, and a pattern in the names of tensors of safetensors and of GGUF files; the first that matches."""
+"""Kinds of weights, each with a pattern for tensor names of safetensors and GGUF files; the first match applies."""
 _ORDER: Final = ("embeddings", GDN, ATTENTION, "MLP", "experts", "shared experts", NORMS, "head",
                  MTP_HEAD, VISION)
 _LAYER: Final = re.compile(r"(?:^|\.)(?:layers|blocks|blk)\.(\d+)\.")
@@ -86,13 +86,13 @@ _CODES: Final = ("U8", "I32", "U32", "I64", "U64")
 
 @dataclass(frozen=True, slots=True)
 class SurveyedWeight:
-    """A weight, or several that a file has in one tensor.
+    """A weight, or several weights that a file has in one tensor.
 
     kind: a key of _KINDS.
     storage: dtype, GGUF type, or name of a format.
-    shape: in the file.
-    parameters: None if the format is not known.
-    nbytes: with scales.
+    shape: the shape in the file.
+    parameters: number of parameters; None if the format is not known.
+    nbytes: bytes including scales.
     """
 
     name: str
@@ -104,7 +104,7 @@ class SurveyedWeight:
 
     @property
     def bits(self) -> float | None:
-        """Bits of a parameter, with its share of the scales."""
+        """Returns the bits of a parameter, including its share of the scales."""
         return 8 * self.nbytes / self.parameters if self.parameters else None
 
     @property
@@ -116,9 +116,9 @@ class SurveyedWeight:
 class WeightGroup:
     """Weights of one kind that are stored alike.
 
-    names: last parts of their names, the largest weight's first.
-    columns: different numbers of columns.
-    layers: number of layers that have any; 0 for weights outside of layers.
+    names: last parts of the weights' names, the largest weight's first.
+    columns: the distinct numbers of columns.
+    layers: number of layers that have such weights; 0 for weights outside of layers.
     """
 
     kind: str
@@ -136,13 +136,13 @@ class WeightGroup:
 
 @dataclass
 class Survey:
-    """What a checkpoint consists of.
+    """The contents of a checkpoint, and whether deltic can load it.
 
-    place: its directory, file or repository.
-    config: None if the architecture is not supported.
-    files: the model for everything that reads no weights; None if it cannot be loaded.
+    place: the checkpoint's directory, file or repository.
+    config: the shape of the model; None if the architecture is not supported.
+    files: the model's files, for code that reads no weights; None if the model cannot be loaded.
     refusal: the reason why deltic cannot load the model.
-    whole: the weights are on this machine.
+    whole: True if the weights are on this machine.
     """
 
     place: Path
@@ -157,7 +157,7 @@ class Survey:
 
     @cached_property
     def groups(self) -> list[WeightGroup]:
-        """The weights by kind and storage, the largest of a kind first."""
+        """Returns the weights grouped by kind and storage, the largest group of a kind first."""
         found = defaultdict[tuple[str, str], list[SurveyedWeight]](list)
         for weight in self.weights:
             found[weight.kind, weight.storage].append(weight)
@@ -165,7 +165,7 @@ class Survey:
         return sorted(groups, key=lambda group: (_ORDER.index(group.kind), -group.nbytes))
 
     def refuse(self, reason: str) -> None:
-        """Keeps the first reason."""
+        """Records a reason why the model is refused; the first reason is kept."""
         self.refusal = self.refusal or reason
 
 
@@ -185,10 +185,10 @@ def _group(kind: str, storage: str, weights: Sequence[SurveyedWeight]) -> Weight
 
 
 def survey(model: str | None, revision: str | None = None, token: str | None = None) -> Survey | None:
-    """Surveys a directory, a GGUF file, or a repository of the hub. Only its headers and configs are fetched. None
-    for a local model of another kind, such as a compiled one.
+    """Surveys a directory, a GGUF file, or a repository of the hub. Fetches only headers and configs. Returns None for
+    a local model of another kind, such as a compiled one.
 
-    Raises ModelError with a remedy if there is no such model, or if its files cannot be read.
+    Raises ModelError with a remedy if the model does not exist or its files cannot be read.
     """
     name = None if model is None or local_path(model) else parse_repository(model, revision)
     if name is not None:
@@ -234,7 +234,7 @@ def _survey_directory(files: CheckpointFiles, local: bool) -> Survey:
 
 
 def _read_configs(files: CheckpointFiles, mapping: dict[str, Any], found: Survey) -> Quantization:
-    """Reads the shape and the quantization. Returns the latter, also if it is not supported."""
+    """Reads the shape and the quantization. Returns the quantization, even if it is not supported."""
     plain = {key: value for key, value in mapping.items() if key not in ("quantization_config", "quantization")}
     if isinstance(nested := plain.get("text_config"), Mapping):
         plain["text_config"] = {key: value for key, value in nested.items() if key != "quantization_config"}
@@ -288,8 +288,8 @@ def _read_tensors(files: CheckpointFiles, found: Survey) -> dict[str, StoredTens
 
 
 def _with_orders(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> dict[str, StoredTensor]:
-    """Replaces the groups of columns (g_idx), by which weights stay packed or not: by none if the config orders no
-    columns, else by numbers that are in no order."""
+    """Replaces the tensors of column groups (g_idx), which determine if weights stay packed: removes them if the config
+    orders no columns, and otherwise replaces their data by zeros, which are not in group order."""
     groups = [quantization.settings, *filter(None, quantization.groups())]
     ordered = any(group.get("desc_act") or group.get("actorder") == "group" for group in groups)
     zero = torch.zeros((), dtype=torch.int32)
@@ -325,7 +325,7 @@ def _weight_files(files: CheckpointFiles, found: Survey) -> list[str]:
 
 
 def _check_whole(path: Path, size: int, start: int, end: int, found: Survey) -> None:
-    """Reports a file that ends before its tensors do. start, end: where the tensors begin and end."""
+    """Reports a file that is shorter than its tensors. start, end: offsets at which the tensors begin and end."""
     if end <= size:
         return
     found.whole = False
@@ -342,7 +342,7 @@ def _surveyed_weight(name: str, source: Source) -> SurveyedWeight:
 
 
 def _plan(stored: InMemory, mapping: Mapping[str, Any], found: Survey) -> None:
-    """Applies the rules of the loader to the tensors of a supported model."""
+    """Checks the tensors of a supported model by the rules of the loader."""
     config = found.config
     assert config is not None
     if not config.tie_word_embeddings and is_tied(stored, mapping):
@@ -390,7 +390,7 @@ def _check_texts(files: CheckpointFiles, found: Survey) -> None:
 
 
 def _survey_gguf(files: CheckpointFiles, name: str, tower: str | None, local: bool) -> Survey:
-    """tower: the file of the vision tower, of a repository. A directory is searched."""
+    """Surveys a GGUF file. tower: the vision tower's file in a repository; in a directory it is searched for."""
     place = files.place / name
     found = Survey(place, whole=local)
 
@@ -426,9 +426,9 @@ def _survey_gguf(files: CheckpointFiles, name: str, tower: str | None, local: bo
 
 
 def _plan_gguf(gguf: GgufFile, found: Survey) -> None:
-    """Applies the rules of the loader to the tensors of a file."""
+    """Checks the tensors of a file by the rules of the loader."""
     try:
-        if not found.whole:  # their numbers, which are a part of the config, are not read
+        if not found.whole:  # their values, which are a part of the config, are not read
             gguf = replace(gguf, tensors={name: each for name, each in gguf.tensors.items() if name != ROPE_FACTORS})
         config = found.config = config_from_gguf(gguf)
         sources = complete_plan(gguf, config)
@@ -466,14 +466,14 @@ def _check_gguf_texts(gguf: GgufFile, found: Survey) -> None:
 
 
 _FEW_BITS: Final = 5.0
-"""Bits of a parameter, with scales, below which a weight has at most four."""
+"""Bits of a parameter, including scales, below which the codes of a weight have at most four bits."""
 _FLOAT4: Final = re.compile("FP4")
 _GATED: Final = re.compile(r"\.self_attn\.q_proj\b")
 _DECAYS: Final = re.compile(r"\.in_proj_(a|b|ba)\b")
 
 
 def quality_warnings(found: Survey) -> list[str]:
-    """Returns warnings about weights that suffer from quantization more than others do."""
+    """Returns warnings about weights that suffer more from quantization than other weights do."""
     warnings = []
     gguf = found.files is not None and found.files.gguf is not None
     quantized = [weight for weight in found.weights if weight.quantized and weight.parameters]

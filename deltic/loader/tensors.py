@@ -1,4 +1,4 @@
-"""Tensors on disk, or in memory in the place of files: where their bytes are, and how they are read."""
+"""Tensors on disk, or in memory in place of files: where their bytes are, and how to read them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deltic.errors import ModelError
 from deltic.loader.gguf.blocks import BlockType
 
 IN_MEMORY: Final = Path("<weights in memory>")
-"""Path of tensors that are in no file."""
+"""Path of a tensor that is not in a file."""
 DTYPES: Final = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
@@ -27,7 +27,7 @@ DTYPES: Final = {
 """torch dtype -> safetensors dtype."""
 TORCH_TYPES: Final[Mapping[str, torch.dtype]] = {
     **{name: dtype for dtype, name in DTYPES.items()}, "F8_E8M0": torch.uint8}
-"""safetensors dtype -> torch dtype. Powers of two (F8_E8M0) are read as their exponents."""
+"""safetensors dtype -> torch dtype. Powers of two (F8_E8M0) are read as their uint8 exponents."""
 ITEM_BYTES: Final[Mapping[str, int]] = {name: dtype.itemsize for name, dtype in TORCH_TYPES.items()}
 Shape = tuple[int, ...]
 
@@ -47,21 +47,21 @@ class StoredTensor:
     data: Tensor | None = field(default=None, compare=False)
 
     def open(self) -> BinaryIO | _TensorReader:
-        """Opens its file, or a stand-in."""
+        """Opens the tensor's file, or a file-like reader of a tensor in memory."""
         return self.path.open("rb", buffering=0) if self.data is None else _TensorReader(self.data)
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """The tensor itself, as the only part."""
+        """Returns the tensor itself, as the only part."""
         return (self,)
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
-        """The tensor itself, as the only one that it consists of."""
+        """Returns the tensor itself, as the only stored tensor."""
         return (self,)
 
     def shaped(self, shape: Shape) -> StoredTensor:
-        """Returns the tensor; its shape is known."""
+        """Returns the tensor unchanged: its shape is known from the file."""
         return self
 
     def rows(self, first: int, end: int) -> StoredTensor:
@@ -87,7 +87,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRows:
-    """Rows of a weight as its format has them in memory; the fields are tensors, or settings."""
+    """Rows of a weight in the in-memory form of its format; the fields are tensors or settings."""
 
     def numbers(self) -> Tensor:
         """Returns the values, float32 [rows, ...]."""
@@ -108,8 +108,8 @@ class PackedRows:
 class Role:
     """A tensor that a format stores for each weight.
 
-    suffixes: possible ends of its name; a file has one; `weight` is that of a plain weight.
-    dtypes: safetensors dtypes that it may have.
+    suffixes: possible ends of the tensor's name, exactly one per file; `weight` is the suffix of a plain weight.
+    dtypes: safetensors dtypes that the tensor may have.
     """
 
     suffixes: tuple[str, ...]
@@ -124,16 +124,16 @@ Plan = tuple[Shape, Mapping[str, Any]]
 class WeightFormat:
     """A format of weights (see `deltic.loader.formats`).
 
-    name: in messages, and as `PackedTensor.dtype`.
-    roles: the tensors of a weight. `codes` determines which weights have this format.
+    name: the name in messages, and `PackedTensor.dtype`.
+    roles: the tensors of a weight. The role `codes` identifies the weights that may have this format.
     plan(tensors, quantization, module): returns the weight's shape and what `read` needs to know, from shapes and the
         config alone. Raises ValueError with the reason why the weight cannot be read.
     read(tensor, first, end): reads the entries [first, end) of the first axis of a weight.
-    methods: values of quant_method that have this format, if its tensors do not distinguish it from others.
-    blocks(tensor): returns the type of blocks that hold a weight without rounding, for kernels that multiply it; None
-        if there is none.
-    by_rows: rows of the weight are rows of each tensor in the file. If not, the tensors are read whole, once.
-    matrices: a weight of three axes is one of experts.
+    methods: values of quant_method that select this format where its tensors look like another format's.
+    blocks(tensor): returns the type of blocks that hold a weight without rounding, for kernels that multiply in this
+        type; None if there is none.
+    by_rows: True if rows of the weight are rows of each stored tensor. If not, the tensors are read whole, once.
+    matrices: True if a weight of three axes is a stack of experts.
     """
 
     name: str
@@ -150,9 +150,9 @@ class WeightFormat:
 class PackedTensor:
     """A weight that a format stores in several tensors, or rows of it.
 
-    shape: that of the weight, or of its rows. first: the first of these rows.
-    tensors: those of the whole weight, by role.
-    settings: those of the format's `plan`.
+    shape: shape of the weight, or of its rows. first: index of the first of these rows.
+    tensors: the stored tensors of the whole weight, by role.
+    settings: the settings that the format's `plan` returned.
     """
 
     format: WeightFormat
@@ -167,7 +167,7 @@ class PackedTensor:
 
     @property
     def dtype(self) -> str:
-        """The name of the format."""
+        """Returns the name of the format."""
         return self.format.name
 
     @property
@@ -176,12 +176,12 @@ class PackedTensor:
 
     @property
     def parts(self) -> tuple[PackedTensor, ...]:
-        """The weight itself, as the only part."""
+        """Returns the weight itself, as the only part."""
         return (self,)
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
-        """The tensors that it consists of."""
+        """Returns the stored tensors of the weight."""
         return tuple(self.tensors.values())
 
     def rows(self, first: int, end: int) -> PackedTensor:
@@ -189,12 +189,12 @@ class PackedTensor:
         return replace(self, shape=(end - first, *self.shape[1:]), first=self.first + first)
 
     def shaped(self, shape: Shape) -> PackedTensor:
-        """Returns the weight in a shape, if its format knows only how many numbers it has (one more if that is odd)."""
+        """Returns the weight in `shape` if its format knows only the number of values (rounded up to an even one)."""
         fits = len(self.shape) == 1 < len(shape) and self.shape[0] == prod(shape) + prod(shape) % 2
         return replace(self, shape=shape) if fits else self
 
     def loaded(self) -> PackedTensor:
-        """Reads what cannot be read by rows."""
+        """Reads the tensors that cannot be read by rows."""
         if self.format.by_rows:
             return self
         tensors = {role: stored if stored.data is not None else replace(stored, data=stored.read(), offset=0)
@@ -202,7 +202,7 @@ class PackedTensor:
         return replace(self, tensors=tensors)
 
     def read(self, first: int, end: int) -> PackedRows:
-        """Reads the entries [first, end) of the first axis. Raises ModelError as `StoredTensor.read`."""
+        """Reads the entries [first, end) of the first axis. Raises ModelError like `StoredTensor.read`."""
         return self.format.read(self, self.first + first, self.first + end)
 
 
@@ -230,15 +230,15 @@ class Stack:
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
-        """The tensors that it consists of."""
+        """Returns the stored tensors of all entries."""
         return tuple(stored for part in self.parts for stored in part.stored)
 
     def shaped(self, shape: Shape) -> Stack:
-        """Returns the parts in the shape of an entry, as `PackedTensor.shaped`."""
+        """Returns the stack with each part in the shape of an entry, like `PackedTensor.shaped`."""
         return Stack(tuple(part.shaped(shape[1:]) for part in self.parts))
 
     def rows(self, first: int, end: int) -> Stack:
-        """Locates the entries [first, end)."""
+        """Locates the entries [first, end) of the stack."""
         return Stack(self.parts[first:end])
 
 

@@ -1,8 +1,8 @@
 """Weights of vision towers: in safetensors directories, in separate GGUF files (mmproj), and in Ollama's GGUF files.
 
-Names and keys of mmproj files are those of llama.cpp's converter (conversion/qwen3vl.py) and reader
-(tools/mtmd/clip-impl.h). Files of Ollama's converter (convert/convert_qwen3next.go) contain vision tower, draft head
-and text model; their tower is translated to llama.cpp's names and keys.
+Names and keys of mmproj files follow llama.cpp's converter (conversion/qwen3vl.py) and reader (tools/mtmd/clip-impl.h).
+Files of Ollama's converter (convert/convert_qwen3next.go) contain vision tower, draft head and text model; their tower
+is translated to llama.cpp's names and keys.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from deltic.ops.types import Block
 
 _TOWER: Final = re.compile(r"(?:model\.)?(visual\..*)", re.DOTALL)
 FLOAT32: Final = re.compile(r"norm\d?\.weight$|\.bias$|pos_embed\.weight$")
-"""Names of tensors that are float32 in memory."""
+"""Pattern for names of tensors that are float32 in memory."""
 
 
 def canonical_tower(name: str) -> str | None:
@@ -105,12 +105,12 @@ def load_tower(stored: dict[str, Source], dtype: DType, device: str | torch.devi
 
 PROJECTOR: Final = "qwen3vl_merger"
 TYPES: Final[Mapping[str, int]] = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}
-"""Types of written files -> general.file_type."""
+"""Types that can be written -> general.file_type."""
 _PATCH: Final = "visual.patch_embed.proj.weight"
 _FRAMES: Final = ("v.patch_embd.weight", "v.patch_embd.weight.1")
-"""The patch embedding in files: a convolution for each of two frames."""
+"""The patch embedding in GGUF files: one convolution for each of two frames."""
 _BOTH_FRAMES: Final = "v.patch_embed.weight"
-"""The patch embedding in Ollama's files: one tensor, with both axes of channels merged."""
+"""The patch embedding in Ollama's files: one tensor with both channel axes merged."""
 _TOP: Final[Mapping[str, str]] = {
     "v.patch_embd.bias": "visual.patch_embed.proj.bias", "v.position_embd.weight": "visual.pos_embed.weight",
     "v.post_ln": "visual.merger.norm", "mm.0": "visual.merger.linear_fc1", "mm.2": "visual.merger.linear_fc2"}
@@ -122,9 +122,9 @@ _MARK: Final = re.compile(r"mmproj", re.IGNORECASE)
 _KIND: Final = re.compile(r"(?i)(?:^|[-_.])(?:bf16|f16|f32|fp16|fp32|i?q\d\w*|ud|mxfp4|model|vision)(?=[-_.]|$)")
 _EPS: Final = 1e-6
 _FOLDERS: Final = 3
-"""Folders to search upwards: some repositories have one for each type, and one tower for all."""
+"""Number of folders to search upwards: some repositories have one folder per type and one tower for all."""
 _VIDEO_CONFIG: Final = "deltic.films"
-"""Own key with a video_preprocessor_config.json, which the format does not cover. Existing files have this name."""
+"""deltic's own key for a video_preprocessor_config.json, which the format does not cover. Existing files use it."""
 
 
 # Finding
@@ -136,8 +136,8 @@ def find_mmproj(model: Path) -> Path | None:
 
 
 def _find_in(folder: Path, model: Path) -> Path | None:
-    """Selects a file by its name: mmproj with the model's name (mmproj-NAME-F16.gguf, NAME.mmproj.gguf), else without
-    any (mmproj-BF16.gguf), the first in alphabetical order."""
+    """Selects a file by its name: an mmproj file with the model's name (mmproj-NAME-F16.gguf, NAME.mmproj.gguf), else
+    one without any name (mmproj-BF16.gguf); the first in alphabetical order."""
     named, unnamed = list[Path](), list[Path]()
     for path in sorted(folder.glob("*.gguf")):
         if not _MARK.search(path.name) or path == model:
@@ -151,7 +151,7 @@ def _find_in(folder: Path, model: Path) -> Path | None:
 
 
 def _base_name(stem: str) -> str:
-    """Returns a file's name without types of weights and separators."""
+    """Returns a file's name without weight types and separators."""
     found = _KIND.sub("", re.sub(r"-\d{5}-of-\d{5}$", "", stem))
     return re.sub(r"[-_.]+", "-", found).strip("-").lower()
 
@@ -293,7 +293,7 @@ def _plan(file: GgufFile, config: VisionConfig) -> dict[str, tuple[GgufTensor, .
 
 
 def gguf_names(name: str) -> tuple[str, ...]:
-    """Returns the names in files of a canonical tensor (`vision.expected_tower`): two for the patch embedding."""
+    """Returns the names in files for a canonical tensor (`vision.expected_tower`): two for the patch embedding."""
     if name == _PATCH:
         return _FRAMES
     inner = _IN_BLOCK.fullmatch(name)
@@ -306,13 +306,13 @@ def gguf_names(name: str) -> tuple[str, ...]:
 
 
 def stored_shape(name: str, shape: Shape) -> Shape:
-    """Returns the shape of each of a tensor's parts in a file."""
+    """Returns the shape that each stored part of a tensor has in a file."""
     return (*shape[:2], *shape[3:]) if name == _PATCH else shape
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A tensor of a file, its canonical source, and the frame of the patch embedding."""
+    """A tensor to write: its canonical source, and the frame of the patch embedding."""
 
     source: str
     frame: int | None
@@ -320,7 +320,7 @@ class _Part:
 
 
 def write_mmproj(path: Path, vision: Vision, name: str, type: str, read: Callable[[str], Tensor]) -> int:
-    """Writes a vision tower as a file of `type` (of TYPES) for the model called `name`. Returns its size.
+    """Writes a vision tower as a file of `type` (of TYPES) for the model called `name`. Returns the file's size.
 
     read: returns a canonical tensor in any float type. Norms, biases and positions become F32, and so does the patch
     embedding, except in F16 files. Matrices that fit no blocks become F16. Raises ModelError for towers that the format
@@ -378,7 +378,7 @@ _RENAMED: Final[tuple[tuple[str, str], ...]] = (
     ("v.pos_embed.", "v.position_embd."), ("v.patch_embed.bias", "v.patch_embd.bias"), ("v.merger.norm.", "v.post_ln."),
     ("v.merger.linear_fc1.", "mm.0."), ("v.merger.linear_fc2.", "mm.2."), (".mlp.linear_fc1.", ".ffn_up."),
     (".mlp.linear_fc2.", ".ffn_down."), (".norm1.", ".ln1."), (".norm2.", ".ln2."))
-"""Parts of names: Ollama's, llama.cpp's."""
+"""Parts of names: Ollama's -> llama.cpp's."""
 _QUERIES: Final = re.compile(r"(v\.blk\.\d+\.attn_)q(\.weight|\.bias)")
 _KEYS: Final[Mapping[str, str]] = {
     "vision.block_count": "block_count", "vision.embedding_length": "embedding_length",
@@ -391,7 +391,7 @@ _KEYS: Final[Mapping[str, str]] = {
 
 
 def bundled_tower(file: GgufFile) -> GgufFile | None:
-    """Returns the vision tower of a text model's file like a separate mmproj file; None if there is none."""
+    """Returns the vision tower of a text model's file in the form of an mmproj file; None if there is none."""
     stored = {name: tensor for name, tensor in file.tensors.items() if name.startswith(_TOWER_PREFIXES)}
     if not stored:
         return None
@@ -406,7 +406,7 @@ def _renamed(name: str) -> str:
 
 
 def _with_fused_qkv(stored: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
-    """Concatenates queries, keys and values of a block."""
+    """Concatenates the query, key and value tensors of each block."""
     used = set[str]()
     for name, tensor in stored.items():
         found = _QUERIES.fullmatch(name)

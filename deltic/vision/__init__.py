@@ -1,1 +1,1 @@
-"""Pictures and videos: from files to patches and prompts."""
+"""Pictures and videos: converts files to patches and prompts."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from deltic.config import Limits
 
 NO_TEXT: Final = "[a PDF document without text, such as a scan: its pages cannot be read]"
-"""Replaces the text of a document that has none."""
+"""Returned in place of the text of a document that has none."""
 _MEMORY_MIB: Final = 512
 _NICE: Final = 5
 _START: Final = "import sys; sys.path[:] = {}; from deltic.vision.decoder_process import main; main({}, {})"
@@ -59,16 +59,16 @@ class DecoderProcess:
         self.close()
 
     def call(self, function: Callable[..., Decoded], *args: Any, seconds: float, limit: str) -> Decoded:
-        """Runs a module's function in the child. Returns its result: JSON values, with the processor time it took as
+        """Runs a module's function in the child. Returns its result: JSON values, with the processor time in
         `seconds`, and bytes.
 
-        seconds: bound for its processor time. limit: name of the option that sets the bound.
-        Raises the RequestError of the function, or one if the child exceeds a bound or crashes.
+        seconds: bound for the processor time. limit: name of the option that sets the bound.
+        Raises the RequestError of the function, or a RequestError if the child exceeds a bound or crashes.
         """
         if self._closed:
             raise UnavailableError("the decoder process is closed")
         child = self._child or self._start()
-        if self._closed:  # meanwhile
+        if self._closed:  # closed while the child started
             child.kill()
         assert self._connection
         try:
@@ -79,19 +79,19 @@ class DecoderProcess:
             self._discard(child)
             raise _exit_error(child.returncode, seconds, limit) from error
         except BaseException:
-            self._discard(child)  # an unread result would be taken for the next one
+            self._discard(child)  # an unread result would be read as the result of the next call
             raise
         if "error" in result:
             raise RequestError(result["error"], result["field"])
         return result, data
 
     def kill(self) -> None:
-        """Ends the child, from any thread. A running call raises RequestError."""
+        """Ends the child; may be called from any thread. A running call raises RequestError."""
         if child := self._child:
             child.kill()
 
     def stop(self) -> None:
-        """Ends the child for good, from any thread."""
+        """Ends the child for good; may be called from any thread."""
         self._closed = True
         self.kill()
 
@@ -161,14 +161,14 @@ def _run(job: bytes) -> Decoded:
 
 
 def reader_process() -> DecoderProcess:
-    """Returns a process for several calls of `pdf_text`; `stop` ends it from any thread."""
+    """Returns a process for several calls of `pdf_text`. Any thread may end it with `stop`."""
     return DecoderProcess(_MEMORY_MIB)
 
 
 def pdf_text(data: bytes, limits: Limits, field: str = "document", process: DecoderProcess | None = None) -> str:
     """Returns the text of a PDF file, its pages separated by empty lines; `NO_TEXT` if there is none.
 
-    Blocks until a child process has read the file. process: one of `reader_process`, which the caller closes. Raises
+    Blocks until a child process has read the file. process: from `reader_process`, closed by the caller. Raises
     RequestError with `field` if the file is damaged, encrypted, or exceeds `max_document_pages`,
     `max_document_characters` or `document_seconds`.
     """

@@ -20,16 +20,16 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 from deltic.errors import RequestError
 
 MAX_BYTES: Final = 20 << 20
-"""Size of one picture."""
+"""Maximum bytes of one picture."""
 MAX_URLS: Final = 16
 MAX_TOTAL_BYTES: Final = 64 << 20
-"""Size of all fetched pictures of a conversation."""
+"""Maximum bytes of all fetched pictures of a conversation."""
 SECONDS: Final = 15.0
-"""Time for all pictures of a conversation."""
+"""Maximum seconds for all pictures of a conversation."""
 _REDIRECTS: Final = 3
 _PORTS: Final = {"http": 80, "https": 443}
 _TRANSLATED: Final = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")))
-"""IPv6 networks that gateways translate to IPv4 addresses."""
+"""IPv6 networks whose addresses gateways translate to IPv4 addresses."""
 
 
 class Fetcher:
@@ -58,7 +58,7 @@ class Fetcher:
         raise RequestError(f"{field} is redirected more than {_REDIRECTS} times", field)
 
     def _get(self, url: SplitResult, field: str) -> bytes | str:
-        """Returns the response, or the location of a redirect."""
+        """Returns the response body, or the location of a redirect."""
         host, secure = url.hostname or "", url.scheme == "https"
         seconds = self._until - time.monotonic()
         if seconds <= 0:
@@ -78,7 +78,7 @@ class Fetcher:
         finally:
             timer.cancel()
             sock.close()
-        if time.monotonic() >= self._until:  # the timer may have cut it off
+        if time.monotonic() >= self._until:  # the timer may have cut the response off
             raise TimeoutError
         return found
 
@@ -140,7 +140,7 @@ def _public(host: str, port: int, field: str) -> tuple[str, int]:
 
 
 def is_public(address: str) -> bool:
-    """True for an address of the public internet, also if it is embedded in another address."""
+    """Returns True for an address of the public internet, including one embedded in another address."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address):
         if parsed.ipv4_mapped is not None:

@@ -34,13 +34,13 @@ IN_PYTHON: Final = "in Python a pathlib.Path, the bytes of a file, a Pillow imag
 """Alternatives to a data URL, for messages."""
 _BRIGHTNESS: Final = {"I;16": 1 / 257, "I;16L": 1 / 257, "I;16B": 1 / 257, "I": 1 / 257, "F": 1.0}
 _FULL_DECODE: Final = 1 << 24
-"""Pixels of the largest JPEG that is decoded at full size."""
+"""Maximum pixels of a JPEG that is decoded at full size."""
 _STRIP: Final = 1 << 22
-"""Pixels converted to RGB at a time."""
+"""Number of pixels converted to RGB at a time."""
 _ORIENTATION: Final = 0x0112
-"""EXIF tag."""
+"""EXIF tag of the orientation."""
 _ROTATED: Final = range(5, 9)
-"""Values of the tag for pictures on their side."""
+"""Values of the tag for pictures that lie on their side."""
 MAX_ASPECT: Final = 200
 """Upper bound of the aspect ratio."""
 
@@ -81,8 +81,8 @@ class DecodeJob:
 
     source: a source of `read_image`, or a data URL.
     field: name in messages.
-    frames: number of frames of the video that starts with this picture; 0: it is no video's.
-    size: size that it is scaled to; None: chosen by the config.
+    frames: number of frames of the video that starts with this picture; 0: the picture is not part of a video.
+    size: size to which the picture is scaled; None: the config determines it.
     """
 
     source: Any
@@ -118,7 +118,7 @@ def named(field: str) -> Iterator[None]:
 
 
 def decode(job: DecodeJob) -> tuple[dict[str, Any], bytes]:
-    """Runs a job in a child process. Returns size, remaining pixels of the request, and the pixels as bytes."""
+    """Runs a job in a child process. Returns the size, the remaining pixels of the request, and the pixels as bytes."""
     image = job.run()
     return {"size": (image.height, image.width), "left": job.budget.request}, image.tobytes()
 
@@ -128,9 +128,9 @@ def read_image(source: bytes | Path | Image | NDArray[np.uint8], name: str = "im
     """Decodes a picture, or the first frame of an animated one, to mode RGB.
 
     source: a file's bytes, its path, a Pillow image, or uint8 pixels [height, width] with 3, 4 or no channels.
-    name: field of errors, and their subject.
-    budget: default: that of `Limits`.
-    target: maps height and width to the size that the picture is scaled to; None: it is not scaled.
+    name: field in errors, and subject of their messages.
+    budget: pixel budget; default: the budget of `Limits`.
+    target: maps height and width to the size to which the picture is scaled; None: it is not scaled.
     Raises RequestError.
     """
     from PIL import Image, UnidentifiedImageError
@@ -284,7 +284,7 @@ class Video:
 
 
 def target_size(height: int, width: int, config: ImageConfig, vision: VisionConfig) -> Size:
-    """Returns the size that an image is scaled to (`smart_resize` of transformers): multiples of a token's side within
+    """Returns the size to which an image is scaled (`smart_resize` of transformers): multiples of a token's side within
     the bounds of pixels, near the original aspect ratio."""
     _check_aspect(height, width)
     unit = vision.patch_size * vision.merge_size
@@ -297,8 +297,8 @@ def target_size(height: int, width: int, config: ImageConfig, vision: VisionConf
 
 
 def video_size(count: int, height: int, width: int, config: ImageConfig, vision: VisionConfig) -> Size:
-    """Returns the size that video frames are scaled to (`smart_resize` of Qwen3VLVideoProcessor): like `target_size`,
-    with bounds for the pixels of all `count` frames, without padding, together."""
+    """Returns the size to which video frames are scaled (`smart_resize` of Qwen3VLVideoProcessor): like `target_size`,
+    with bounds for the total pixels of all `count` frames, without padding."""
     unit = vision.patch_size * vision.merge_size
     count = max(count, vision.temporal_patch_size)
     if height < unit or width < unit:
@@ -334,14 +334,14 @@ def _check_aspect(height: int, width: int) -> None:
 
 
 def pixels(frames: Sequence[Frame], vision: VisionConfig) -> Pixels:
-    """Groups one image, or the frames of a video that share their patches, of their final size."""
+    """Groups one image, or the frames of a video that share their patches. The frames have their final size."""
     height, width = frames[0].shape[:2]
     grid = (height // vision.patch_size, width // vision.patch_size)
     return Pixels(np.stack(frames), grid, grid[0] * grid[1] // vision.merge_size ** 2)
 
 
 def patches_of(given: Pixels, config: ImageConfig, vision: VisionConfig) -> NDArray[np.float32]:
-    """Returns the normalised patches, float32 [N, patch_values], with those of one token next to each other.
+    """Returns the normalised patches, float32 [N, patch_values], with the patches of one token next to each other.
 
     Within a patch the order is channel, frame, row, column; a single frame is repeated.
     """

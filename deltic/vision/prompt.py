@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _DEFAULT_RATE: Final = 24
-"""Frames per second of a list of frames without a rate (transformers)."""
+"""Default frames per second for a list of frames without a rate (as in transformers)."""
 _IMAGE_KEYS: Final = ("image_url", "image", "url", "source")
 
 Fetch = Callable[[str, str], bytes]
-"""Downloads an http(s) URL; also takes the field that contains it."""
+"""Downloads an http(s) URL. The second argument is the field that contains the URL."""
 Shown = Mapping[str, Pixels | Video]
 """Decoded pictures by field."""
 Steps = Generator[DecodeJob, Frame, Shown]
@@ -46,9 +46,9 @@ Steps = Generator[DecodeJob, Frame, Shown]
 
 @dataclass(frozen=True, slots=True)
 class ShownPart:
-    """A part of a message that is a picture or a video (`kind`).
+    """A part of a message that is a picture or a video, as `kind` states.
 
-    rendered: the part as chat templates see it; its digest is set once the picture is decoded.
+    rendered: the part in the form for chat templates; its digest is set once the picture is decoded.
     """
 
     part: Mapping[str, Any]
@@ -63,7 +63,7 @@ class Reading:
 
     encode: returns the token ids of a text.
     tokens: upper bound for the tokens of all pictures.
-    fetches: http(s) URLs are allowed.
+    fetches: True if http(s) URLs are allowed.
     """
 
     vision: Vision
@@ -74,7 +74,7 @@ class Reading:
     parts: list[ShownPart] = field(default_factory=list)
 
     def see(self, part: Mapping[str, Any], kind: str, field: str) -> dict[str, Any]:
-        """Adds a part to be read. Returns its form for chat templates, which `show` completes."""
+        """Adds a part to the parts to read. Returns its form for chat templates, which `show` completes."""
         rendered = {"type": kind}
         self.parts.append(ShownPart(part, kind, field, rendered))
         return rendered
@@ -107,7 +107,7 @@ class Reading:
             return found
 
     def steps(self, fetch: Fetch | None) -> Steps:
-        """Like `read`, but yields each decoding job to the caller, who sends back its result."""
+        """Runs like `read`, but yields each decoding job to the caller, who sends back the job's result."""
         reader = _BudgetedReader(self, fetch)
         found = dict[str, Pixels | Video]()
         for each in self.parts:
@@ -117,7 +117,7 @@ class Reading:
 
 
 class UnreadImages(Exception):
-    """A conversation contains pictures that are not decoded yet."""
+    """Raised for a conversation with pictures that are not decoded yet."""
 
     def __init__(self, reading: Reading) -> None:
         super().__init__("pictures have to be read first")
@@ -136,7 +136,7 @@ def _sources(shown: ShownPart) -> Iterator[tuple[Any, str]]:
 
 
 def _source(part: Mapping[str, Any], field: str) -> Any:
-    """Returns the source of a `DecodeJob`, or a URL. JSON contains URLs only."""
+    """Returns the source for a `DecodeJob`, or a URL. A part from JSON contains only URLs."""
     given = next((part[key] for key in _IMAGE_KEYS if part.get(key) is not None), None)
     if isinstance(given, Mapping):
         given = given.get("url")
@@ -151,7 +151,7 @@ def _is_url(source: Any) -> TypeGuard[str]:
 
 
 class _BudgetedReader:
-    """Reads parts of one conversation within its limits."""
+    """Reads the parts of one conversation within its limits."""
 
     def __init__(self, reading: Reading, fetch: Fetch | None) -> None:
         self._vision = reading.vision
@@ -236,8 +236,8 @@ def with_pictures(ids: Sequence[int], pictures: Sequence[Pixels | Video], vision
                   boundaries: Sequence[int] = ()) -> tuple[Prompt, tuple[int, ...]]:
     """Replaces each placeholder token by the tokens of its picture. Returns the prompt and the new `boundaries`.
 
-    An image takes `image_token_id` as often as it has tokens. A video (`video_token_id`) becomes its parts, each with
-    a timestamp, between the tokens that surround it. Raises RequestError if placeholders and pictures do not match.
+    An image becomes one `image_token_id` for each of its tokens. A video (`video_token_id`) becomes its parts, each
+    with a timestamp, between the tokens that surround it. Raises RequestError if placeholders and pictures differ.
     """
     kinds = {vision.image_token_id: Pixels, vision.video_token_id: Video}
     expected = [kinds[token] for token in ids if token in kinds]
@@ -288,10 +288,10 @@ class _PromptBuilder:
 
 def rotary_positions(length: int, pictures: Iterable[tuple[int, tuple[int, int]]]) -> tuple[Positions, int]:
     """Returns the rotary positions of a prompt (M-RoPE) by time, height and width, as `get_rope_index` of transformers'
-    Qwen3_5Model, and the difference between position and index after the prompt.
+    Qwen3_5Model does, and the difference between position and index after the prompt.
 
-    pictures: start of each, in order, and its rows and columns of tokens. A picture advances the positions after it by
-    its longer side.
+    pictures: start index of each, in order, and its rows and columns of tokens. A picture advances the positions after
+        it by its longer side.
     """
     axes: tuple[list[int], list[int], list[int]] = ([], [], [])
     shift = 0

@@ -24,9 +24,9 @@ def read_video(path: Path, config: VideoConfig, max_frames: int, scale: Callable
                max_pixels: int = Limits().max_picture_megapixels * 1_000_000) -> tuple[list[Image], list[float]]:
     """Returns the sampled frames of a video, and the time of each in seconds.
 
-    scale: shrinks a frame, given the number of frames; called for one frame at a time, so that few are in memory at
-    full size. max_pixels: bound for a frame. Raises RequestError if the file cannot be read, has too many frames, or
-    PyAV is not installed.
+    scale: shrinks a frame, given the number of frames; called for one frame at a time, so that few full-size frames are
+        in memory. max_pixels: bound for a frame. Raises RequestError if the file cannot be read, has too many frames,
+        or PyAV is not installed.
     """
     try:
         import av
@@ -83,7 +83,7 @@ def _decode(video: Any, numbers: list[int], scale: Callable[[Image, int], Image]
     if width * height > max_pixels:
         raise RequestError(f"{field} has frames of {width:,} x {height:,} pixels, and at most {max_pixels:,} are read "
                            "(max_picture_megapixels): scale it down", field)
-    stream.codec_context.options = {"max_pixels": str(max_pixels)}  # a frame may differ from the header
+    stream.codec_context.options = {"max_pixels": str(max_pixels)}  # a frame's size may differ from the header's
     stream.thread_type = "AUTO"
     found = list["Image"]()
     for number, frame in enumerate(video.decode(stream)):

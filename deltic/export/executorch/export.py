@@ -1,4 +1,4 @@
-"""Exports a model's files as a program that ExecuTorch runs on XNNPACK."""
+"""Exports a model's files to a program that ExecuTorch runs on XNNPACK."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from deltic.ops.types import Weight
 Kind = Literal["fp32", "bf16", "8da4w"]
 Stage = Literal["building", "quantizing", "tracing", "lowering", "writing"]
 OnStage = Callable[[Stage], None]
-"""Is called with each stage when it begins."""
+"""Called with each stage when the stage begins."""
 KINDS: Final[tuple[Kind, ...]] = ("fp32", "bf16", "8da4w")
 CHUNK: Final = 128
-"""Tokens of one call, for which memory is planned."""
+"""Maximum tokens of one call; memory is planned for this number."""
 _GROUP: Final = 32
 """Weights that share a scale in 8da4w."""
 _MIN_BITS: Final[dict[Kind, int]] = {"fp32": 32, "bf16": 16, "8da4w": 4}
-"""Bits of a parameter in the program, at least."""
+"""Minimum bits per parameter in the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,12 @@ class ExportForm:
     """Options of an export."""
 
     kind: Kind = "fp32"
-    """bf16: weights and inputs of products. 8da4w: dynamic int8 inputs, int4 weights in groups of 32."""
+    """bf16: weights and inputs of products in bf16. 8da4w: dynamic int8 inputs, int4 weights in groups of 32."""
     max_context: int = 2048
     chunk: int = CHUNK
-    """Tokens of one call, at most; 1: exactly one."""
+    """Maximum tokens of one call; 1: exactly one token per call."""
     operators: Operators = "executorch"
-    """deltic: the program needs deltic's operator library."""
+    """Operator set. deltic: the program needs deltic's operator library."""
 
     @property
     def static(self) -> bool:
@@ -55,9 +55,9 @@ class ExportForm:
 
 
 def export_files(files: ModelFiles, path: Path, form: ExportForm, on_stage: OnStage = lambda stage: None) -> int:
-    """Writes a model's program and, beside it, the directory with config and tokenizer. Returns the program's bytes.
+    """Writes a model's program, and beside it a directory with config and tokenizer. Returns the program's bytes.
 
-    Leaves out draft head and vision tower. Raises ModelError for a model that cannot be exported.
+    Leaves out the draft head and the vision tower. Raises ModelError for a model that cannot be exported.
     """
     check(files.config, form)
     check_room(path, files.config.parameter_count * _MIN_BITS[form.kind] // 8,
@@ -70,7 +70,7 @@ def export_files(files: ModelFiles, path: Path, form: ExportForm, on_stage: OnSt
 
 def export(config: ModelConfig, generation: GenerationDefaults, weights: dict[str, Tensor], path: Path,
            form: ExportForm, on_stage: OnStage = lambda stage: None) -> int:
-    """Writes a program. Returns its bytes. weights: canonical, float32; emptied to save memory."""
+    """Writes a program. Returns its size in bytes. weights: canonical, float32; the dict is emptied to save memory."""
     check(config, form)
     with quiet(), torch.inference_mode(False), torch.no_grad():
         on_stage("building")
@@ -90,7 +90,7 @@ def export(config: ModelConfig, generation: GenerationDefaults, weights: dict[st
 
 
 def check(config: ModelConfig, form: ExportForm) -> None:
-    """Raises ModelError naming what a program cannot have."""
+    """Raises ModelError naming the feature that a program cannot have."""
     if config.experts is not None and not form.static:
         raise ModelError(f"{config.architecture} is a mixture of experts, whose programs take one token a call: give "
                          "--static")
@@ -100,7 +100,7 @@ def check(config: ModelConfig, form: ExportForm) -> None:
 
 
 def metadata(config: ModelConfig, generation: GenerationDefaults, form: ExportForm) -> dict[str, Any]:
-    """Returns the program's metadata, under the names that ExecuTorch's runners use."""
+    """Returns the program's metadata under the names that ExecuTorch's runners use."""
     found: dict[str, Any] = {
         "get_max_seq_len": form.max_context if form.static else form.chunk,
         "get_max_context_len": form.max_context,
@@ -128,7 +128,7 @@ def _network(config: ModelConfig, weights: dict[str, Tensor], form: ExportForm) 
 def quantize(network: ExportedNetwork) -> None:
     """Quantizes in place: int4 weights of products, int8 rows of embeddings and experts.
 
-    Products whose inputs are no multiple of the group stay as they are.
+    Products whose inputs are not a multiple of the group size stay unquantized.
     """
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
     from torchao.quantization.granularity import PerGroup
@@ -169,7 +169,7 @@ def lower(traced: torch.export.ExportedProgram, metadata: Mapping[str, Any], kin
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences the compilers' warnings, which a user can do nothing about."""
+    """Silences the compilers' warnings, because users cannot act on them."""
     loggers = [logging.getLogger(name) for name in ("torch", "torchao", "executorch", "root")]
     levels = [logger.level for logger in loggers]
     with catch_warnings():

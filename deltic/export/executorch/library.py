@@ -1,7 +1,7 @@
 """Calls ExecuTorch programs from Python, through deltic's library or through ExecuTorch's own binding.
 
 The library also registers deltic's operators. It is compiled on first use, because it depends on the headers of the
-installed executorch. While it computes, other Python threads run; with ExecuTorch's binding they wait.
+installed executorch. Other Python threads run while it computes; with ExecuTorch's binding they wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SOURCES: Final = tuple(Path(__file__).with_name(f"{name}.cpp") for name in ("operators", "program"))
 KERNELS: Final = Path(__file__).parents[2] / "ops" / "cpu" / "libdeltic.so"
-"""deltic's compiled kernels; their header lies beside them."""
+"""deltic's compiled kernels; their header is in the same directory."""
 _FLAGS: Final = ("-std=c++20", "-O2", "-fPIC", "-shared", "-DNDEBUG", "-DC10_USING_CUSTOM_GENERATED_MACROS")
 
 
@@ -40,7 +40,7 @@ class ProgramCalls(Protocol):
         """Returns a view of a buffer."""
 
     def run(self, tokens: Sequence[int], position: int) -> NDArray[np.float32]:
-        """Appends tokens at a position. Returns the logits [V] of the last one."""
+        """Appends tokens at a position. Returns the logits [V] of the last token."""
 
 
 class BindingCalls:
@@ -116,7 +116,7 @@ def load() -> ctypes.CDLL:
 
 
 def library_path() -> Path:
-    """Returns the library's path, after compiling it if needed. Raises ModelError naming what is missing."""
+    """Returns the library's path; compiles the library first if needed. Raises ModelError naming what is missing."""
     require_extra("executorch", "executorch")
     if not KERNELS.is_file():
         raise ModelError("deltic's operators for ExecuTorch need its compiled kernels, which are not installed: "

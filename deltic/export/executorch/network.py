@@ -1,7 +1,7 @@
-"""A decoder as `torch.export` needs it: one sequence, to which each call appends some tokens.
+"""A decoder in the form that `torch.export` needs: one sequence, to which each call appends some tokens.
 
-Everything is float32 except the products, which run in their weights' dtype. KV cache and recurrent states are
-buffers that each call updates. The mixers exist over two sets of operators:
+Everything is float32 except the products, which run in their weights' dtype. KV cache and recurrent states are buffers
+that each call updates. The mixers exist for two sets of operators:
 
 executorch: `llama::gated_delta_rule`, `update_cache` and `custom_sdpa` of ExecuTorch's packages, with core operators
 around them. deltic: `deltic::gated_delta_net` and `deltic::attention`, which compute everything between a layer's
@@ -39,7 +39,7 @@ Operators = Literal["executorch", "deltic"]
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Options of a network. dtype: of the products."""
+    """Options of a network. dtype: dtype of the products."""
 
     max_context: int
     dtype: torch.dtype = torch.float32
@@ -53,8 +53,8 @@ class Build:
 class ExportedNetwork(nn.Module):
     """tokens [1, T] int64, position [1] int64 -> logits [1, V] float32 of the last token.
 
-    The tokens get the positions position, position + 1, ... At position 0 the states count as zero, whatever the
-    buffers hold.
+    The tokens get the positions position, position + 1, ... At position 0 the states are treated as zero, whatever the
+    buffers contain.
     """
 
     def __init__(self, weights: DecoderWeights, build: Build) -> None:
@@ -109,7 +109,7 @@ class _Mlp(nn.Module):
 
 
 class _MixtureOfExperts(nn.Module):
-    """x [1, H] -> [1, H], of a single token, for which the chosen experts' matrices are copied."""
+    """Maps x [1, H] -> [1, H], a single token. Copies the matrices of the chosen experts."""
 
     def __init__(self, weights: MoeWeights, dtype: torch.dtype) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Table(nn.Module):
 
 
 class QuantizedTable(Table):
-    """A table in int8, with a scale for each row of numbers."""
+    """A table in int8, with one scale per row of values."""
 
     scale: Tensor
 
@@ -201,7 +201,7 @@ class RmsNormPart(nn.Module):
 
 
 class Mixer(nn.Module, ABC):
-    """A layer between its norm and its residual: x [T, hidden] -> [T, hidden]. place: from the kit's `place` module."""
+    """A layer between its norm and its residual: x [T, hidden] -> [T, hidden]. place: output of the kit's `place`."""
 
     def __init__(self, in_proj: Weight, out_proj: Weight, dtype: torch.dtype) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def mix(self, projected: Tensor, place: Any) -> Tensor:
-        """Computes what lies between the projections."""
+        """Computes the part of the layer between the two projections."""
 
 
 class Recurrent(Mixer):
@@ -293,7 +293,7 @@ class LlamaPlaces(nn.Module):
 
 
 class LlamaRecurrent(Recurrent):
-    """conv_state: oldest input first."""
+    """Gated DeltaNet by ExecuTorch's operators. conv_state: oldest input first."""
 
     taps: Tensor
 
@@ -394,7 +394,7 @@ def _attention(joined: Tensor, *others: Any) -> Tensor:
 
 
 class DelticPlace(NamedTuple):
-    """position [1] int64; cos, sin [places, rotary_dim]."""
+    """The place of a call's tokens. position [1] int64; cos, sin [places, rotary_dim]."""
 
     position: Tensor
     cos: Tensor
@@ -402,7 +402,7 @@ class DelticPlace(NamedTuple):
 
 
 class DelticPlaces(nn.Module):
-    """Passes whole tables on: the operators find the call's rows themselves."""
+    """Passes on the whole tables: the operators find the call's rows themselves."""
 
     cos: Tensor
     sin: Tensor
@@ -417,7 +417,7 @@ class DelticPlaces(nn.Module):
 
 
 class DelticRecurrent(Recurrent):
-    """conv_state: the input of position p lies in row p mod (taps - 1)."""
+    """Gated DeltaNet by deltic's operators. conv_state: the input of position p is in row p mod (taps - 1)."""
 
     conv: Tensor
 
@@ -433,7 +433,7 @@ class DelticRecurrent(Recurrent):
 
 
 class DelticAttention(Attention):
-    """Keys and values have whole pages."""
+    """Attention by deltic's operators. Keys and values have whole pages."""
 
     def __init__(self, weights: AttentionWeights, places: int, dtype: torch.dtype) -> None:
         super().__init__(weights, -(-places // PAGE) * PAGE, dtype)

@@ -1,7 +1,7 @@
-"""Runs .pte files in ExecuTorch's runtime: one live sequence in the program's buffers, the others as copies.
+"""Runs .pte files in ExecuTorch's runtime: one live sequence in the program's buffers, other sequences as copies.
 
 Programs of ExecuTorch's own exporter (`executorch.examples.models.llama.export_llama`) run too. Their buffers have no
-names, so that their sequences are kept as tokens and recomputed when they become live.
+names, so their sequences are kept as tokens and recomputed when they become live.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ log = logging.getLogger("deltic")
 Buffer = Literal["keys", "values", "conv_state", "recurrent_state"]
 BUFFERS: Final[dict[str, tuple[Buffer, ...]]] = {
     "full_attention": ("keys", "values"), "linear_attention": ("conv_state", "recurrent_state")}
-"""Buffers of a layer, by its type."""
+"""Names of a layer's buffers, by layer type."""
 _HEADER: Final = struct.Struct("<4x4s4sIQQQ")
 """A program's first bytes: its magic, the header's magic and size, the program's size, the weights' start and size."""
 _FOREIGN_CHUNK: Final = 128
-"""Tokens per call of a foreign program, at most: longer calls would delay other sequences."""
+"""Maximum tokens per call of a foreign program: longer calls would delay other sequences."""
 _OPERATORS: Final = "executorch.extension.llm.custom_ops"
 
 
@@ -57,22 +57,22 @@ class SavedSequence:
 
     position: int = 0
     content: dict[str, NDArray[Any]] | None = None
-    """Buffers by name, K/V below the position."""
+    """Buffers by name; K/V only up to the position."""
     tokens: tuple[int, ...] = ()
-    """Of a foreign program."""
+    """The sequence's tokens; only for a foreign program."""
 
 
 class ExecutorchProgram:
-    """A `Program` with one live sequence. Feeding another one saves the live one first.
+    """A `Program` with one live sequence. Feeding another sequence saves the live one first.
 
-    A program that fails on several tokens in one call is given single tokens from then on.
+    A program that fails on several tokens in one call gets single tokens from then on.
     """
 
     def __init__(self, path: Path, info: ProgramInfo, calls: ProgramCalls, chunk: int,
                  buffers: Sequence[tuple[str, Buffer]]) -> None:
         self._path, self._info, self._calls = path, info, calls
         self._chunk = chunk
-        self._proven = chunk == 1  # whether a call of `chunk` tokens has worked
+        self._proven = chunk == 1  # True once a call of `chunk` tokens has succeeded
         self._buffers: dict[str, NDArray[Any]] = {name: self._buffer(name) for name, _ in buffers}
         self._growing = {name for name, kind in buffers if kind in ("keys", "values")}
         self._saved: dict[int, SavedSequence] = {}
@@ -88,7 +88,7 @@ class ExecutorchProgram:
         return [*self._saved] + ([] if self._live is None else [self._live])
 
     def reserve(self, slots: int, tokens: int) -> None:
-        """Does nothing: copies are allocated when they are made."""
+        """Does nothing: memory for copies is allocated when they are made."""
 
     def start(self, slot: int) -> None:
         self.drop(slot)
@@ -98,7 +98,7 @@ class ExecutorchProgram:
         if source == target:
             return
         self.drop(target)
-        # saved sequences never change, so slots may share one
+        # saved sequences never change, so slots may share them
         self._saved[target] = self._save() if source == self._live else self._saved[source]
 
     def drop(self, slot: int) -> None:
@@ -125,7 +125,7 @@ class ExecutorchProgram:
         return logits
 
     def _call(self, tokens: Sequence[int]) -> NDArray[np.float32] | None:
-        """Runs one call. Returns None, with the sequence restored, if the program takes single tokens only."""
+        """Runs one call. Returns None, with the sequence restored, if the program accepts only single tokens."""
         before = None if self._proven or len(tokens) == 1 else self._save()
         try:
             logits = self._calls.run(tokens, self._position)
@@ -192,7 +192,7 @@ class ForeignProgram(ExecutorchProgram):
         return SavedSequence(self._position, tokens=tuple(self._tokens))
 
     def _restore(self, saved: SavedSequence) -> None:
-        """Recomputes what the buffers lack. K/V below a position stays valid, recurrent states of it are gone."""
+        """Recomputes the missing part of the buffers. K/V before a position stays valid, recurrent states do not."""
         common = len([*takewhile(bool, map(eq, self._tokens, saved.tokens))])
         if common < len(self._tokens) and self.info.config.linear_layers:
             common = 0
@@ -206,7 +206,7 @@ class ForeignProgram(ExecutorchProgram):
 
 
 def open_program(path: Path, options: EngineConfig) -> ExecutorchProgram:
-    """Opens a .pte file. Raises ModelError if it is damaged, of another model, or needs what is not installed."""
+    """Opens a .pte file. Raises ModelError if it is damaged, of another model, or needs a library that is missing."""
     require_extra("executorch", "executorch")
     if options.params is not None:
         return _open_foreign(path, Path(options.params), options)
@@ -258,11 +258,11 @@ def _load(path: Path, threads: int) -> tuple[Any, dict[str, Any]]:
     """Returns the program and the results of its metadata methods."""
     import torch  # noqa: F401  loads libraries that the binding needs
 
-    # portable_lib and executorch.runtime would load all of the exporter too
+    # portable_lib and executorch.runtime would also load the whole exporter
     binding = import_module("executorch.extension.pybindings._C")
     binding._unsafe_reset_threadpool(threads)
     try:
-        verification = binding.Verification.InternalConsistency  # else a damaged file kills the process
+        verification = binding.Verification.InternalConsistency  # otherwise a damaged file kills the process
         program = binding._load_program(str(path), program_verification=verification)
         names = [program.get_method_name(index) for index in range(program.num_methods())]
         results = {name: program.load_method(name)([]) for name in names if name != "forward"}
@@ -285,7 +285,7 @@ def _check_metadata(path: Path, source: str, metadata: dict[str, Any], config: M
 
 
 def _calls(path: Path, program: Any, metadata: dict[str, Any]) -> ProgramCalls:
-    """Loads operators and program: through deltic's library if it can be built, else through ExecuTorch's binding."""
+    """Loads operators and program through deltic's library if it can be built, else through ExecuTorch's binding."""
     needs_library, vocabulary = bool(metadata.get("use_deltic_operators")), metadata["get_vocab_size"]
     if not needs_library:
         _load_llama_operators()
@@ -333,13 +333,13 @@ _HF_KEYS: Final[Mapping[str, str]] = {
     **{name: name for name in (
         "vocab_size", "head_dim", "rope_theta", "partial_rotary_factor", "layer_types", "linear_num_key_heads",
         "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")}}
-"""Keys of a params.json of ExecuTorch's examples, and of a config.json."""
+"""Key in params.json of ExecuTorch's examples -> key in config.json."""
 
 
 def read_params(path: Path, metadata: Mapping[str, Any]) -> tuple[ModelConfig, GenerationDefaults]:
     """Reads a shape from a params.json of ExecuTorch's examples or a Hugging Face config.json.
 
-    metadata: the program's, which has the ids that end an answer. Raises ModelError naming the file and key.
+    metadata: the program's metadata, with the ids that end an answer. Raises ModelError naming the file and key.
     """
     try:
         mapping = load_json(path)
@@ -378,6 +378,6 @@ def _hf_from_params(params: Mapping[str, Any], metadata: Mapping[str, Any]) -> d
 
 
 def foreign_chunk(metadata: Mapping[str, Any]) -> int:
-    """Returns the tokens of one call. The exporter plans for one token less than get_max_seq_len."""
+    """Returns the maximum tokens of one call. The exporter plans for one token less than get_max_seq_len."""
     length: int = metadata["get_max_seq_len"] if metadata.get("enable_dynamic_shape") else 1
     return min(_FOREIGN_CHUNK, max(length - 1, 1))

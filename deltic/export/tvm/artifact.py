@@ -1,7 +1,7 @@
 """The files of a compiled directory: metadata, and parameters in shards.
 
-mlc-chat-config.json and the library hold the same metadata, which must agree. Both generations have one layout of
-parameters under two names. Shards are memory-mapped, and their digests are checked at each start. The layout's own
+mlc-chat-config.json and the library hold the same metadata, which must agree. Both generations use the same layout of
+parameters under two file names. Shards are memory-mapped, and their digests are checked at each start. The layout's own
 digest is MD5, which reads 0.3 GB/s; deltic's own ("sums") reads as fast as memory, and detects damage, not forgery.
 """
 
@@ -41,13 +41,13 @@ VERSION: Final = "0.1.0"
 DESCRIPTORS: Final[Mapping[Generation, str]] = {"v2": "tensor-cache.json", "v1": "ndarray-cache.json"}
 """The file that describes the parameters, by generation, in order of preference."""
 ENCODERS: Final = ("bert", "roberta")
-"""Architectures that return states, not logits."""
+"""Architectures whose libraries return states instead of logits."""
 FLAGS: Final = ("sse4_2", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "asimd")
-"""Instruction sets that compiled code may need."""
+"""Instruction sets that compiled code may require."""
 LANES: Final = 16
-"""Outputs of a panel: float32 numbers of a 512-bit register."""
+"""Outputs in a panel: the float32 values of a 512-bit register."""
 ALIGNMENT: Final = 64
-"""Alignment in bytes that kernels assume of their inputs."""
+"""Alignment in bytes that kernels assume for their inputs."""
 _SHARD_BYTES: Final = 128 << 20
 _GROUP_QUANTIZED: Final = re.compile(r"q[348](f16|bf16|f32)_[012]")
 """mlc-llm's names of 3-, 4- and 8-bit weights, which its libraries dequantize themselves."""
@@ -59,18 +59,18 @@ def quantization_name(dtype: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What both the config and the library state."""
+    """The metadata that both the config and the library contain."""
 
     generation: Generation
-    """v1: attention alone; v2: with recurrent layers."""
+    """v1: attention layers only; v2: with recurrent layers."""
     architecture: str
     quantization: str
     parameters: tuple[Spec, ...]
-    """In the order in which the library's functions take them."""
+    """Parameters in the order in which the library's functions take them."""
     context_window_size: int
     prefill_chunk_size: int
     vocabulary: int
-    """Ids of the model; logits may be longer."""
+    """Number of token ids of the model; logits may have more entries."""
     machine: str
     needs: tuple[str, ...] = ()
     """Instruction sets that the processor must have."""
@@ -80,7 +80,7 @@ class Metadata:
     """TVM's name of the device that runs the kernels."""
     system: str = sys.platform
     target: str = "llvm"
-    """The target option that it was compiled with."""
+    """The target option of the compilation."""
 
     def to_json(self) -> str:
         """Returns the text that the library's function `_metadata` returns."""
@@ -88,7 +88,7 @@ class Metadata:
         return json.dumps({**self.mapping(), "params": parameters})
 
     def mapping(self) -> dict[str, Any]:
-        """Returns everything except the parameters."""
+        """Returns all metadata except the parameters."""
         return {"generation": self.generation, "model_type": self.architecture, "quantization": self.quantization,
                 "context_window_size": self.context_window_size, "prefill_chunk_size": self.prefill_chunk_size,
                 "sliding_window_size": -1, "attention_sink_size": -1, "tensor_parallel_shards": 1,
@@ -99,7 +99,7 @@ class Metadata:
     def from_mapping(cls, mapping: Mapping[str, Any], config: Metadata | None = None) -> Metadata:
         """Reads deltic's or mlc-llm's metadata. Raises ModelError naming the key.
 
-        config: metadata of the directory's config, which has the vocabulary that mlc-llm's libraries omit.
+        config: metadata of the directory's config, with the vocabulary size, which mlc-llm's libraries omit.
         """
         from deltic.config.families import architecture
 
@@ -166,7 +166,7 @@ def read_config(folder: Path) -> tuple[Metadata, ModelConfig, GenerationDefaults
 
 
 def read_metadata(folder: Path) -> tuple[Metadata, dict[str, Any]]:
-    """Reads `CONFIG`. Returns its metadata and all of it. Raises ModelError naming the key."""
+    """Reads `CONFIG`. Returns its metadata and its whole contents. Raises ModelError naming the key."""
     path = folder / CONFIG
     try:
         mapping = load_json(path)
@@ -179,7 +179,7 @@ def read_metadata(folder: Path) -> tuple[Metadata, dict[str, Any]]:
 
 
 def check_architecture(folder: Path, metadata: Metadata, architecture: str) -> None:
-    """Raises ModelError if config.json has another architecture than the metadata."""
+    """Raises ModelError if the architecture in config.json differs from the metadata's."""
     if architecture != metadata.architecture:
         raise ModelError(f"{folder / CONFIG} is of a {metadata.architecture}, but {folder / 'config.json'} of a "
                          f"{architecture}: they are not of one model")
@@ -202,16 +202,16 @@ def _nested_config(folder: Path, mapping: Mapping[str, Any]) -> tuple[ModelConfi
 # Reading parameters
 
 _TVM_CACHE: Final = threading.Lock()
-"""Held while parameters pass through TVM's one cache of the process."""
+"""Lock held while parameters pass through TVM's single cache of the process."""
 _WORDS: Final = 1 << 17
-"""8-byte words of a block of `sums`."""
+"""Number of 8-byte words in a block of `sums`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredParameter:
-    """A parameter's place in its shard.
+    """The location of a parameter in its shard.
 
-    form: raw, or f32-to-bf16 for float32 numbers stored as their upper halves.
+    form: raw, or f32-to-bf16 for float32 values stored as their upper halves.
     """
 
     content: NDArray[np.uint8]
@@ -250,7 +250,7 @@ def load_parameters(folder: Path, generation: Generation, metadata: Metadata, tv
 
 
 def _through_tvm_cache(tensors: Sequence[tuple[str, Any]], tvm_ffi: Any) -> Any:
-    """Returns the array that TVM's cache makes: packed functions require the tensors that the cache holds."""
+    """Returns the array that TVM's cache builds: packed functions require the tensors that the cache holds."""
     update, array, clear = (tvm_ffi.get_global_func(f"vm.builtin.{name}") for name in (
         "tensor_cache.update", "param_array_from_cache_by_name", "tensor_cache.clear"))
     with _TVM_CACHE:
@@ -308,8 +308,8 @@ def _checked_shard(folder: Path, record: Mapping[str, Any]) -> NDArray[np.uint8]
 def sums(content: NDArray[np.uint8]) -> str:
     """Returns SHA-256 of multilinear hashes of a shard [bytes].
 
-    A hash is the sum modulo 2^64 of a block's little-endian 8-byte words, each times an odd factor of its own, 1 MiB
-    a block, padded with zeros. A single wrong word always changes it, several almost certainly.
+    A hash is the sum modulo 2^64 of a block's little-endian 8-byte words, each multiplied by its own odd factor. Blocks
+    have 1 MiB, padded with zeros. A single wrong word always changes the hash, several wrong words almost certainly do.
     """
     # factors: splitmix64 of the word's index
     factor = np.arange(1, _WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -330,7 +330,7 @@ def _md5(content: NDArray[np.uint8]) -> str:
 
 
 def _array(path: Path, spec: Spec, stored: Mapping[str, StoredParameter]) -> NDArray[Any]:
-    """Returns a parameter's numbers, mapped if aligned. path: of the descriptor, for messages."""
+    """Returns a parameter's values, memory-mapped if aligned. path: the descriptor's path, for messages."""
     name, shape, dtype = spec
     found = stored.get(name)
     if found is None:
@@ -353,7 +353,7 @@ def _array(path: Path, spec: Spec, stored: Mapping[str, StoredParameter]) -> NDA
 
 
 def aligned(content: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Returns bytes at an aligned address: the same, or a copy."""
+    """Returns the bytes at an aligned address: the given array, or a copy."""
     if content.ctypes.data % ALIGNMENT == 0:
         return content
     room = np.empty(len(content) + ALIGNMENT, np.uint8)
@@ -366,7 +366,7 @@ def aligned(content: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def panels(matrix: NDArray[Any]) -> NDArray[Any]:
-    """[outputs, inputs] -> [panels, inputs, LANES], the layout that products read; padded with zeros."""
+    """Converts a matrix [outputs, inputs] to the layout of products, [panels, inputs, LANES], padded with zeros."""
     outputs, inputs = matrix.shape
     count = -(-outputs // LANES)
     if count * LANES != outputs:
@@ -375,7 +375,7 @@ def panels(matrix: NDArray[Any]) -> NDArray[Any]:
 
 
 def as_stored(spec: Spec, array: NDArray[Any]) -> tuple[str, NDArray[Any]]:
-    """Returns a parameter by its name, in the library's layout and dtype."""
+    """Returns a parameter's name, and its array in the library's layout and dtype."""
     name, shape, dtype = spec
     array = panels(array) if len(shape) == 3 else array
     assert array.shape == shape, f"{name} is {array.shape} instead of {shape}"
@@ -383,7 +383,7 @@ def as_stored(spec: Spec, array: NDArray[Any]) -> tuple[str, NDArray[Any]]:
 
 
 def write_parameters(folder: Path, generation: Generation, parameters: Iterable[tuple[str, NDArray[Any]]]) -> int:
-    """Writes shards and their descriptor. Returns the bytes of all parameters."""
+    """Writes shards and their descriptor. Returns the number of bytes of all parameters."""
     records: list[dict[str, Any]] = []
     total = count = 0
     for index, shard in enumerate(_shards(parameters)):
@@ -409,7 +409,7 @@ def write_parameters(folder: Path, generation: Generation, parameters: Iterable[
 
 
 def _shards(parameters: Iterable[tuple[str, NDArray[Any]]]) -> Iterator[list[tuple[str, NDArray[Any]]]]:
-    """Groups parameters into shards of at most `_SHARD_BYTES`; a larger one gets its own."""
+    """Groups parameters into shards of at most `_SHARD_BYTES`; a larger parameter gets its own shard."""
     group: list[tuple[str, NDArray[Any]]] = []
     size = 0
     for name, array in parameters:

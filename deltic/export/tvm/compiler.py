@@ -41,26 +41,26 @@ KINDS: Final[Mapping[str, str]] = {"llvm": "cpu", "cuda": "cuda", "rocm": "rocm"
                                    "vulkan": "vulkan"}
 """Kinds of targets, and the devices that run their code."""
 _HOSTS: Final[Mapping[str, str]] = {"metal": "arm64-apple-macosx"}
-"""Default triples of `-host` for devices that exist on one kind of machine only."""
+"""Default triples of `-host` for devices that exist on only one kind of machine."""
 _SYSTEMS: Final = {"android": "android", "ios": "ios", "darwin": "darwin", "macos": "darwin", "windows": "win32",
                    "linux": "linux"}
-"""Python's names of operating systems, by a part of the triple; the first match counts."""
+"""Part of a target triple -> Python's name of the operating system; the first match is used."""
 _MACHINES: Final = ("x86_64", "aarch64", "arm64", "armv7a", "riscv64")
-"""Processors, as triples begin with them."""
+"""Processors, as spelled at the start of triples."""
 _LLVM_FEATURES: Final = {"sse4_2": "sse4.2", "avx512_bf16": "avx512bf16", "asimd": "neon"}
-"""LLVM's names of instruction sets where /proc/cpuinfo has others."""
+"""LLVM's names of instruction sets that have other names in /proc/cpuinfo."""
 _LIBRARY_NAMES: Final = {"darwin": "rt.dylib", "ios": "rt.dylib", "win32": "rt.dll"}
 _DEFAULT_CUDA_ARCHITECTURE: Final = "sm_80"
 
 
 @dataclass(frozen=True, slots=True)
 class CompileTarget:
-    """A target that code can be generated for here."""
+    """A target for which code can be generated on this machine."""
 
     target: Any
-    """TVM's object."""
+    """TVM's target object."""
     text: str
-    """The option's text."""
+    """The text of the target option."""
     device: str
     """TVM's name of the device that runs the kernels."""
     machine: str
@@ -68,11 +68,11 @@ class CompileTarget:
     needs: tuple[str, ...]
     """Instruction sets that the processor must have."""
     linker: str | None
-    """None if there is no linker for the machine: the library remains an archive of object files."""
+    """The linker; None if there is none for the target machine: the library then remains an archive of object files."""
 
     @property
     def library(self) -> str:
-        """File name of the library."""
+        """Returns the file name of the library."""
         return OBJECTS if self.linker is None else _LIBRARY_NAMES.get(self.system, "rt.so")
 
 
@@ -116,7 +116,7 @@ def _tvm_target(text: str, options: Mapping[str, str]) -> Any:
 
 
 def _cpu_target(text: str, options: Mapping[str, str]) -> Any:
-    """Returns TVM's target of a processor; without options, of this one."""
+    """Returns TVM's target for a processor; without options, for this machine's processor."""
     from tvm.target import codegen
 
     triple = options.get("mtriple") or codegen.llvm_get_system_triple()
@@ -131,7 +131,7 @@ def _cpu_target(text: str, options: Mapping[str, str]) -> Any:
 
 
 def _needs(processor: Any) -> tuple[str, ...]:
-    """Returns the instruction sets that code for a processor may use."""
+    """Returns the instruction sets that code for this processor may use."""
     from tvm.target import codegen
 
     return tuple(flag for flag in FLAGS
@@ -161,7 +161,7 @@ def _can_generate(kind: str) -> bool:
 
 
 def _check_cuda(text: str) -> None:
-    """Raises ModelError unless TVM can compile CUDA code here: else it would leave source that cannot be loaded."""
+    """Raises ModelError unless TVM can compile CUDA code here: else it would write source that cannot be loaded."""
     import tvm
 
     if tvm.get_global_func("device_api.cuda", allow_missing=True) is None:
@@ -185,7 +185,7 @@ def _cuda_architecture() -> str:
 
 
 def _linker(machine: str, system: str) -> str | None:
-    """Returns CXX or, for this machine, an installed compiler."""
+    """Returns $CXX or, for this machine, the path of an installed compiler."""
     given = os.environ.get("CXX")
     if given:
         if shutil.which(given.split()[0]) is None:
@@ -200,7 +200,7 @@ def _linker(machine: str, system: str) -> str | None:
 
 
 def link(built: Any, path: Path, target: CompileTarget) -> None:
-    """Writes TVM's output as a library or, without a linker, as an archive of object files."""
+    """Writes TVM's output as a library or, if there is no linker, as an archive of object files."""
     if target.linker is None:
         built.export_library(str(path))
         return
@@ -226,7 +226,7 @@ StoredType = Literal["float32", "float16"]
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Bytes of the written library and parameters."""
+    """Size in bytes of the written library and parameters."""
 
     library: int
     parameters: int
@@ -237,8 +237,8 @@ def compile_model(files: ModelFiles, folder: Path, *, generation: Generation | N
                   chunk: int = 512) -> Compiled:
     """Compiles a language model into an existing directory.
 
-    generation: default v2 for models with recurrent layers, else v1. dtype: of the stored matrices; everything else
-    is float32. target: llvm, for this processor, or as TVM writes it. chunk: tokens of a prefill step, at most.
+    generation: default v2 for models with recurrent layers, else v1. dtype: dtype of the stored matrices; all else is
+    float32. target: llvm, for this processor, or a target in TVM's syntax. chunk: maximum tokens of a prefill step.
     """
     require_extra("tvm")
     from deltic.export.tvm.network import AttentionNetwork, HybridNetwork, specification
@@ -261,12 +261,12 @@ def compile_model(files: ModelFiles, folder: Path, *, generation: Generation | N
 
 
 def parameter_bytes(config: ModelConfig, dtype: StoredType) -> int:
-    """Returns a lower bound of the parameters' size on disk."""
+    """Returns a lower bound for the parameters' size in bytes on disk."""
     return config.parameter_count * (2 if dtype == "float16" else 4)
 
 
 def _generation(config: ModelConfig, requested: Generation | None) -> Generation:
-    """Raises ModelError for models that cannot be compiled, ConfigError for a generation without their layers."""
+    """Returns the generation. Raises ModelError if the model cannot be compiled, ConfigError if v1 lacks its layers."""
     if config.architecture not in ("qwen3_5", "qwen3"):
         raise ModelError(f"a {config.architecture} cannot be compiled by TVM, only dense Qwen3.5 and Qwen3")
     if not config.attention_layers:
@@ -351,4 +351,4 @@ _SOURCES: Final[Mapping[str, tuple[str, ...]]] = {
     "gate_up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "down.weight": ("mlp.down_proj.weight",),
 }
-"""Checkpoint tensors of a layer's parameter, whose rows are concatenated."""
+"""Checkpoint tensors whose rows are concatenated to a parameter of a layer."""

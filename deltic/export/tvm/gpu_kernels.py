@@ -1,5 +1,5 @@
-"""Kernels for a GPU: those for a CPU with their outer loops spread over threads, and separate ones for products and
-the delta rule, which have too few outer iterations for that."""
+"""GPU kernels: the CPU kernels with their outer loops spread over threads, and separate kernels for products and the
+delta rule, whose outer loops have too few iterations."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -15,16 +15,16 @@ from tvm_ffi import structural_map
 from deltic.export.tvm.artifact import LANES
 
 _THREADS = 64
-"""Threads of a block, for outer loops."""
+"""Number of threads of a block, for outer loops."""
 _ROWS = 8
-"""Tokens whose sums a thread keeps in registers."""
+"""Number of tokens whose sums a thread keeps in registers."""
 _SPLIT = 8
-"""Threads that share a sum."""
+"""Number of threads that share a sum."""
 
 
 def spread(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Returns the kernel with each chain of outermost loops, whose iterations are independent, spread over the threads
-    of a grid, and without vectors."""
+    """Returns the kernel without vectors, and with each chain of outermost loops spread over the threads of a grid. The
+    iterations of these loops are independent."""
     realize = kernel.body
     root = realize.block
     if any(isinstance(loop, tirx.For) and loop.kind == tirx.ForKind.THREAD_BINDING for loop in _parts(root.body)):
@@ -66,7 +66,7 @@ def _bound(var: tirx.Var, extent, tag: str, body: tirx.Stmt) -> tirx.For:
 
 
 def _serial(loop: tirx.For):
-    """Unrolls a vectorized loop: on a GPU each number has a register of its own."""
+    """Unrolls a vectorized loop: on a GPU each value has its own register."""
     if loop.kind == tirx.ForKind.VECTORIZED:
         return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.UNROLLED, loop.body)
     return loop
@@ -74,7 +74,7 @@ def _serial(loop: tirx.For):
 
 @cache
 def linear(inputs: int, panels: int, dtype: str):
-    """`kernels.linear` with a block for each panel and `_ROWS` tokens, a thread for each output and part of its sum."""
+    """Computes `kernels.linear`: a block per panel and `_ROWS` tokens, a thread per output and part of its sum."""
     split = gcd(inputs, _SPLIT)
     n = tirx.Var("n", "int64")
 
@@ -109,8 +109,8 @@ def linear(inputs: int, panels: int, dtype: str):
 
 @cache
 def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int):
-    """`kernels.delta_rule` with a block for each head and a thread for each column of its state, which is independent
-    of the other columns."""
+    """Computes `kernels.delta_rule` with one block per head and one thread per column of its state; columns are
+    independent."""
     share, keys = value_heads // key_heads, key_heads * key_dim
     channels, values = 2 * keys + value_heads * value_dim, value_heads * value_dim
     n = tirx.Var("n", "int64")

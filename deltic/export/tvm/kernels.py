@@ -1,7 +1,7 @@
-"""The kernels of a language model's step as TIR for a CPU. All compute in float32, whatever the weights' dtype.
+"""The CPU kernels of a language model's step, in TIR. All compute in float32, whatever the weights' dtype.
 
-n: tokens of a step, known at run time. Matrices lie in panels of `LANES` outputs, so that the sums of a panel are one
-vector; see `artifact.panels`.
+n: number of tokens of a step, known at run time. Matrices are stored in panels of `LANES` outputs, so that the sums of
+a panel are one vector; see `artifact.panels`.
 """
 
 # mypy: ignore-errors
@@ -16,13 +16,13 @@ from tvm.script import tirx as T
 from deltic.export.tvm.artifact import LANES
 
 _ROWS = 8
-"""Tokens whose sums stay in registers while a panel is read."""
+"""Number of tokens whose sums stay in registers while a panel is read."""
 _SPLIT = 4
-"""Independent partial sums of a single token's product, which hide the latency of additions."""
+"""Number of independent partial sums in a single token's product; they hide the latency of additions."""
 
 
 def lanes_of(size: int) -> int:
-    """Returns the largest number of lanes, up to `LANES`, that divides a size."""
+    """Returns the largest number of lanes, up to `LANES`, that divides `size`."""
     return gcd(size, LANES)
 
 
@@ -55,7 +55,7 @@ def linear(inputs: int, panels: int, dtype: str):
 
 @cache
 def linear_one(inputs: int, panels: int, dtype: str):
-    """`linear` of one token, with `_SPLIT` partial sums."""
+    """Computes `linear` for one token, with `_SPLIT` partial sums."""
     split = gcd(inputs, _SPLIT)
 
     @T.prim_func(s_tir=True, private=True)

@@ -1,4 +1,4 @@
-"""Language models and encoders as relax modules, from which `relax.frontend.nn` makes the functions of a library."""
+"""Language models and encoders as relax modules. `relax.frontend.nn` turns them into the functions of a library."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -29,15 +29,15 @@ def on_gpu() -> bool:
 
 
 def scheduled(kernel: Any) -> Any:
-    """Returns a kernel for the current target, with an attribute that keeps TVM from scheduling it again."""
+    """Returns a kernel for the current target, with an attribute that prevents TVM from scheduling it again."""
     kernel = kernel.with_attr("tirx.is_scheduled", True)
     return gpu_kernels.spread(kernel) if on_gpu() else kernel
 
 
 def call(kernel: Callable[..., Any], constants: tuple[Any, ...], *arguments: nn.Tensor) -> Any:
-    """Calls the kernel that `kernel(*constants)` makes, or its variant for a GPU.
+    """Calls the kernel that `kernel(*constants)` builds, or its GPU variant.
 
-    Returns its outputs, float32: the parameters after the arguments. The first argument has n rows.
+    Returns its float32 outputs: the kernel's parameters after the arguments. The first argument has n rows.
     """
     name = kernel.__name__
     if on_gpu():
@@ -69,7 +69,7 @@ class StateStore(nn.Object):
 
 
 class PanelLinear(nn.Module):
-    """Product with a matrix [outputs, inputs] in panels. The result has the width of all panels."""
+    """Product with a matrix [outputs, inputs] stored in panels. The result has the width of all panels."""
 
     def __init__(self, inputs: int, outputs: int, dtype: str) -> None:
         self.inputs, self.panels, self.dtype = inputs, -(-outputs // LANES), dtype
@@ -180,7 +180,7 @@ class TvmNetwork(nn.Module):
 
     def create_paged_kv_cache(self, max_batch_size: Any, max_total_seq_len: Any, prefill_chunk_size: Any,
                               page_size: Any, support_sliding_window: Any) -> PagedKVCache:
-        """Returns the attention layers' KV cache, float32."""
+        """Returns the attention layers' KV cache, in float32."""
         config, layers = self.config, len(self.config.attention_layers)
         return TIRPagedKVCache(
             "mha", max_batch_size, max_total_seq_len, prefill_chunk_size, page_size, support_sliding_window,
@@ -192,7 +192,7 @@ class TvmNetwork(nn.Module):
             dtype="float32", target=self.target)
 
     def create_rnn_state(self, max_batch_size: Any, max_history: Any) -> StateStore:
-        """Returns the recurrent layers' states, zero."""
+        """Returns the recurrent layers' states, initialised to zero."""
         linear, builder = self.config.linear, rx.BlockBuilder.current()
         shapes = ((linear.num_value_heads, linear.key_head_dim, linear.value_head_dim),
                   (linear.conv_kernel - 1, linear.conv_dim))
@@ -441,7 +441,7 @@ class EncoderBlock(nn.Module):
 
 
 class EncoderNetwork(nn.Module):
-    """From tokens to the last layer's states. config: an `embeddings.weights.EncoderConfig`."""
+    """Computes the last layer's states from tokens. config: an `embeddings.weights.EncoderConfig`."""
 
     def __init__(self, config: Any, dtype: str) -> None:
         self.config, self.dtype, hidden = config, dtype, config.hidden_size

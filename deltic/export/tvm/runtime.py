@@ -1,7 +1,7 @@
 """Runs compiled directories in TVM's runtime, without its compiler.
 
-`import tvm` would load the compiler (250 MB) and take seconds. The package `tvm_ffi` and the libraries libtvm_runtime
-and libtvm_runtime_extra of TVM's wheel are all that a compiled model needs.
+`import tvm` would load the compiler (250 MB) and take seconds. A compiled model needs only the package `tvm_ffi` and
+the libraries libtvm_runtime and libtvm_runtime_extra of TVM's wheel.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LIBRARY_PATH: Final = "DELTIC_TVM_LIBRARY_PATH"
-"""Environment variable: the directory of the runtime's libraries, if not that of the package `tvm`."""
+"""Environment variable: the directory of the runtime's libraries, if it is not the package `tvm`'s."""
 _RUNTIME_LIBRARIES: Final = ("libtvm_runtime", "libtvm_runtime_extra")
 _SUFFIX: Final = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 _CONSTRUCTOR: Final = "vm.builtin.paged_attention_kv_cache_create"
@@ -50,14 +50,14 @@ _DEVICE_EXISTS: Final = 0
 """TVM's device attribute kExist."""
 _POOLED_ALLOCATOR: Final = 2
 _BIG_CORES: Final = 1
-"""Mode of TVM's thread pool with a given number of threads."""
+"""Mode of TVM's thread pool in which the number of threads is given."""
 _DEVICE_NEEDS: Final = {
     "cuda": "an NVIDIA GPU with its driver", "rocm": "an AMD GPU with ROCm", "metal": "a GPU of Apple's",
     "opencl": "a GPU with an OpenCL driver", "vulkan": "a GPU with a Vulkan driver"}
 _MACHINES: Final = {"arm64": "aarch64", "AMD64": "x86_64"}
-"""Other names of processors."""
+"""Alternative names of processors."""
 _ELF: Final = Struct("<4s36xQ10xHH")
-"""Magic, start of the section table, bytes of an entry, number of entries."""
+"""ELF layout: magic, start of the section table, bytes of an entry, number of entries."""
 
 
 # Loading TVM's runtime
@@ -65,9 +65,9 @@ _ELF: Final = Struct("<4s36xQ10xHH")
 
 @cache
 def tvm_runtime() -> Any:
-    """Returns the package `tvm_ffi` with TVM's runtime loaded. Raises ModelError saying what to install.
+    """Returns the package `tvm_ffi` with TVM's runtime loaded. Raises ModelError that states what to install.
 
-    Loads nothing if the process has the runtime already, for example from `import tvm`: a second copy would register
+    Loads nothing if the process already has the runtime, for example from `import tvm`: a second copy would register
     the same names and kill the process.
     """
     require_extra("tvm", "tvm_ffi")
@@ -75,7 +75,7 @@ def tvm_runtime() -> Any:
         import tvm_ffi
     if tvm_ffi.get_global_func(_CONSTRUCTOR, allow_missing=True) is None:
         for path in runtime_libraries():
-            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled libraries do not name it
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled libraries do not list it as a dependency
     constructor = tvm_ffi.get_global_func(_CONSTRUCTOR, allow_missing=True)
     if constructor is None:
         raise ModelError(f"TVM's runtime has no {_CONSTRUCTOR}: it is too old; pip install 'deltic[tvm]'")
@@ -85,7 +85,7 @@ def tvm_runtime() -> Any:
 
 @contextmanager
 def _torch_hidden() -> Iterator[None]:
-    """Keeps tvm_ffi from importing torch, which would take longer than all else."""
+    """Prevents tvm_ffi from importing torch, which would take longer than all other imports."""
     if "torch" in sys.modules:
         yield
         return
@@ -149,12 +149,12 @@ class Device:
 
     @property
     def vm_arguments(self) -> tuple[int, ...]:
-        """Arguments that initialise TVM's virtual machine: this device, and the CPU."""
+        """Returns the arguments that initialise TVM's virtual machine: this device, and the CPU."""
         types = [self.ffi.device(kind, 0).dlpack_device_type() for kind in dict.fromkeys((self.kind, "cpu"))]
         return tuple(number for type in types for number in (type, 0, _POOLED_ALLOCATOR))
 
     def tensor(self, array: NDArray[Any]) -> Any:
-        """Returns a tensor of the array's numbers; on a CPU it shares their memory."""
+        """Returns a tensor of the array's values; on a CPU it shares their memory."""
         if self.kind == "cpu":
             return self.ffi.from_dlpack(array)
         tensor = self.ffi.get_global_func("runtime.TVMTensorAllocWithScope")(
@@ -164,12 +164,12 @@ class Device:
         return tensor
 
     def integers(self, numbers: Sequence[int] | NDArray[Any]) -> Any:
-        """Returns a tensor of int32."""
+        """Returns an int32 tensor."""
         content = np.ascontiguousarray(numbers, np.int32).view(np.uint8)
         return self.tensor(aligned(content).view(np.int32))
 
     def numpy(self, tensor: Any) -> NDArray[np.float32]:
-        """Returns a tensor's numbers; on a CPU a view."""
+        """Returns a tensor's values; on a CPU, a view of them."""
         if self.kind == "cpu":
             return np.asarray(np.from_dlpack(tensor), np.float32)
         array = np.empty(tuple(tensor.shape), str(tensor.dtype))
@@ -205,7 +205,7 @@ def _load_device_runtime(ffi: Any, kind: str, reason: str) -> None:
 
 
 def check_machine(metadata: Metadata, folder: Path) -> None:
-    """Raises ModelError if the code is for another processor, on which it could execute illegal instructions."""
+    """Raises ModelError if the code is for another processor, because it could execute illegal instructions here."""
     missing = sorted(set(metadata.needs) - set(_processor_flags()))
     here, there = (_MACHINES.get(name, name) for name in (platform.machine(), metadata.machine))
     if (here, sys.platform) == (there, metadata.system) and not missing:
@@ -218,7 +218,7 @@ def check_machine(metadata: Metadata, folder: Path) -> None:
 
 
 def _processor_flags() -> tuple[str, ...]:
-    """Returns those of `FLAGS` that this processor has; all where the system does not say."""
+    """Returns the instruction sets of `FLAGS` that this processor has; all of them if the system does not list any."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -236,8 +236,8 @@ def _processor_flags() -> tuple[str, ...]:
 class CompiledLibrary:
     """The library and the parameters of a directory, in TVM's virtual machine.
 
-    metadata: of the directory's config. Raises ModelError if files are missing, damaged, not of one model, of another
-    generation, or compiled for another processor or device.
+    metadata: metadata of the directory's config. Raises ModelError if files are missing, damaged, from different
+    models, of another generation, or compiled for another processor or device.
     """
 
     def __init__(self, folder: Path, metadata: Metadata, vocabulary: int, threads: int) -> None:
@@ -253,14 +253,14 @@ class CompiledLibrary:
         self.parameters = load_parameters(folder, generation, self.metadata, self._ffi, self.device.tensor)
 
     def find(self, *names: str) -> Any:
-        """Returns the first of these functions that the library has, else None."""
+        """Returns the first of these functions that the library has, or None if it has none."""
         for name in names:
             with suppress(AttributeError):
                 return self._vm[name]
         return None
 
     def function(self, *names: str) -> Any:
-        """As `find`. Raises ModelError if the library has none of them."""
+        """Returns a function like `find`. Raises ModelError if the library has none of them."""
         found = self.find(*names)
         if found is None:
             raise ModelError(f"the library has no function {names[0]}: it was not compiled by deltic or mlc-llm, or "
@@ -268,7 +268,7 @@ class CompiledLibrary:
         return found
 
     def set_threads(self) -> None:
-        """Sets the thread count for calls of this thread: TVM has a pool for each calling thread."""
+        """Sets the thread count for calls from this thread: TVM has one pool per calling thread."""
         if self._thread != get_ident():
             self._thread = get_ident()
             self._ffi.get_global_func("runtime.config_threadpool")(_BIG_CORES, self._threads)
@@ -332,7 +332,7 @@ def open_program(path: Path, options: EngineConfig) -> TvmProgram:
 
 
 class TvmProgram:
-    """A compiled language model, a `RewindableProgram`. Copies of a sequence share full pages of its KV cache."""
+    """A compiled language model, a `RewindableProgram`. Copies of a sequence share the full pages of its KV cache."""
 
     def __init__(self, folder: Path, options: EngineConfig) -> None:
         metadata, config, generation = read_config(folder)
@@ -351,7 +351,7 @@ class TvmProgram:
 
     def reserve(self, slots: int, tokens: int, history: int = 1) -> None:
         shape = self._ffi.Shape
-        pages = -(-tokens // PAGE) + slots  # each copy has a last page of its own
+        pages = -(-tokens // PAGE) + slots  # each copy has its own last page
         create = self._library.function("create_tir_paged_kv_cache", "create_paged_kv_cache")
         sizes = (slots, pages * PAGE, self.metadata.prefill_chunk_size, PAGE, 0)
         self._cache = create(*(shape([size]) for size in sizes))
@@ -379,7 +379,7 @@ class TvmProgram:
         if self._states is not None:
             try:
                 self._call["popn"](self._states, slot, count)
-            except Exception:  # the history does not reach back so far
+            except Exception:  # the history does not reach back that far
                 return False
         self._call["popn"](self._cache, slot, count)
         self._positions[slot] -= count
@@ -393,7 +393,7 @@ class TvmProgram:
         return logits
 
     def _feed_chunk(self, slot: int, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Appends a chunk. A failure drops the sequence, whose states may hold part of the chunk."""
+        """Appends a chunk of tokens. A failure drops the sequence, because its states may hold part of the chunk."""
         shape, count = self._ffi.Shape, len(tokens)
         self._library.set_threads()
         try:
@@ -410,8 +410,8 @@ class TvmProgram:
     def _logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Returns the last token's logits [width].
 
-        deltic's functions take embeddings [n, hidden], and a prefill the index of the last token. Those of mlc-llm
-        take embeddings [1, n, hidden], and only `batch_prefill` takes that index.
+        deltic's functions take embeddings [n, hidden], and its prefill takes the index of the last token. mlc-llm's
+        functions take embeddings [1, n, hidden], and only `batch_prefill` takes that index.
         """
         library, last = self._library, len(tokens) - 1
         embeddings = library.function("embed")(library.device.integers(tokens), library.parameters)
@@ -433,7 +433,7 @@ class TvmProgram:
         return [each for each in (self._cache, self._states) if each is not None]
 
     def _call_both(self, name: str, *arguments: Any) -> None:
-        """Calls a function of KV cache and recurrent states, which always have the same position."""
+        """Calls a function on both the KV cache and the recurrent states, which always have the same position."""
         for each in self._caches:
             self._call[name](each, *arguments)
 

@@ -1,30 +1,30 @@
-"""Formats of quantized weights in safetensors files: which tensors of a file make up a weight, and their numbers.
+"""Formats of quantized weights in safetensors files: which tensors of a file make up a weight, and how to read them.
 
 A format is a `WeightFormat` (deltic/loader/tensors.py), listed in FORMATS. To add one:
 
-1. Name its tensors (`roles`). A role has ends of a tensor's name, and its dtypes. `weight_packed` in the role `codes`
-   stands for `X.weight_packed`, and makes a weight `X.weight`; for experts in one tensor, `experts.gate_up_proj`, it
-   is `experts.gate_up_proj_packed` or `experts.gate_up_proj_weight_packed`. The names and dtypes of its required
-   tensors tell a format from others; where they do not, `methods` lists the values of `quant_method` that have it.
+1. Name its tensors (`roles`). A role lists possible ends of a tensor's name, and its dtypes. `weight_packed` in the
+   role `codes` makes `X.weight_packed` the codes of the weight `X.weight`; for experts in one tensor,
+   `experts.gate_up_proj`, the codes are `experts.gate_up_proj_packed` or `experts.gate_up_proj_weight_packed`. Names
+   and dtypes of required tensors distinguish formats; where they do not, `methods` lists the `quant_method`s.
 2. `plan(tensors, quantization, module)` returns the shape of the weight and settings for `read`, from shapes, dtypes
    and the config (`Quantization.settings`; `module` is the weight's name without `.weight`). It reads no data. It
-   raises ValueError with the reason if a shape or setting does not fit. Experts in one tensor are handed over one by
-   one: a format knows matrices alone.
+   raises ValueError with the reason if a shape or setting does not fit. Experts in one tensor are passed one by
+   one: a format handles single matrices only.
 3. `read(tensor, first, end)` returns the entries [first, end) of the first axis as a `PackedRows`: its fields are the
    codes and scales, for kernels that compute with them, and `numbers()` computes the values, float32, in the order of
    operations of the format's own tool, so that they are equal bit for bit. `tensor.tensors[role].rows(first, end)
-   .read()` reads rows of a stored tensor. The caller asks for some millions of values at a time; temporaries stay near
-   the size of the result.
+   .read()` reads rows of a stored tensor. The caller requests some millions of values at a time; temporaries stay
+   near the size of the result.
    If rows of the weight are not rows of the stored tensors (GPTQ), `by_rows=False`: the tensors are then in memory
    before the first `read`, and reading them costs nothing.
-4. config/quantization.py accepts the method.
+4. Make config/quantization.py accept the method.
 
 A format may also claim tensors that are not quantized but stored in another layout, with any number of axes
 (`matrices=False`).
 
-All else works with a `PackedTensor` as with a plain tensor: parts for devices, stacks of experts, the draft head, the
-vision tower, GGUF conversion, `--quant`. The tensors in a file decide how a weight is stored, so that exclude lists and
-formats by layer need no code.
+The rest of the loader treats a `PackedTensor` like a plain tensor: parts for devices, stacks of experts, the draft
+head, the vision tower, GGUF conversion, `--quant`. The tensors in a file determine how a weight is stored, so that
+exclude lists and per-layer formats need no code.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from deltic.loader.tensors import PackedTensor, Role, Source, Stack, StoredTenso
 
 FORMATS: Final[tuple[WeightFormat, ...]] = (
     *fp4.FORMATS, *fp8.FORMATS, *integers.FORMATS, *mlx.FORMATS, *bitsandbytes.FORMATS)
-"""Formats by priority."""
+"""Formats by priority, highest first."""
 _WEIGHT: Final = "weight"
 _EXPERTS: Final = re.compile(r"\.experts\.(gate_up|gate|up|down)_proj$")
 _MAX_EXPERTS: Final = 1 << 14
@@ -51,11 +51,11 @@ _SINGLE: Final = ((), (1,))
 
 def combine(tensors: Mapping[str, StoredTensor], quantization: Quantization, problems: list[str] | None = None
             ) -> dict[str, Source]:
-    """Combines the tensors of quantized weights, each weight at the place of its codes. Other tensors stay. Tensors of
-    MLX get the names and the layout of Hugging Face.
+    """Combines the tensors of each quantized weight into one, at the position of its codes. Other tensors stay. Tensors
+    of MLX get the names and the layout of Hugging Face.
 
-    problems: gets the message about each weight that cannot be read, instead of an error about the first.
-    Raises ModelError naming a weight with missing or unsupported tensors, or one that is there twice.
+    problems: if given, receives the message about each weight that cannot be read, instead of an error about the first.
+    Raises ModelError naming a weight with missing or unsupported tensors, or a weight that is stored twice.
     """
     known = _by_dtype(quantization.method)
     weights, used = dict[str, tuple[str, Source]](), set[str]()
@@ -86,7 +86,7 @@ def combine(tensors: Mapping[str, StoredTensor], quantization: Quantization, pro
 
 @contextmanager
 def _reported(problems: list[str] | None) -> Iterator[None]:
-    """Moves the message of a ModelError to a list, if there is one."""
+    """Appends the message of a ModelError to `problems` instead of raising it, if there is such a list."""
     try:
         yield
     except ModelError as error:
@@ -96,9 +96,9 @@ def _reported(problems: list[str] | None) -> Iterator[None]:
 
 
 def stored_tensors(weight: str, source: Source) -> dict[str, StoredTensor | Stack]:
-    """Returns the tensors of a weight by the names that `combine` finds them by, without a config.
+    """Returns the tensors of a weight under the names by which `combine` finds them, without a config.
 
-    Raises ModelError for a format that needs one.
+    Raises ModelError for a format that needs a config.
     """
     parts = [part for part in source.parts if isinstance(part, PackedTensor)]
     if not parts:
@@ -115,7 +115,7 @@ def stored_tensors(weight: str, source: Source) -> dict[str, StoredTensor | Stac
 
 
 def _by_dtype(method: str) -> dict[str, list[WeightFormat]]:
-    """Returns the formats by the dtype of codes. method: quant_method of the checkpoint."""
+    """Returns the formats by the dtype of their codes. method: quant_method of the checkpoint."""
     found = dict[str, list[WeightFormat]]()
     for format in FORMATS:
         if not format.methods or method in format.methods:
@@ -125,7 +125,7 @@ def _by_dtype(method: str) -> dict[str, list[WeightFormat]]:
 
 
 def _weight_of(name: str, codes: Role) -> str | None:
-    """Returns the name of the weight that a tensor has the codes of, if its name ends as those of codes do."""
+    """Returns the name of the weight whose codes this tensor holds; None if the name has no suffix of `codes`."""
     for suffix in codes.suffixes:
         end = suffix.removeprefix(_WEIGHT)
         if name.endswith(f".{suffix}"):
@@ -147,13 +147,13 @@ def _names(weight: str, role: Role) -> Iterator[str]:
 
 
 def _names_of(format: WeightFormat, weight: str, tensors: Mapping[str, StoredTensor]) -> dict[str, str] | None:
-    """Returns the names of a weight's tensors by role; None if a required one is absent or of another dtype."""
+    """Returns the names of a weight's tensors by role; None if a required tensor is absent or of another dtype."""
     found = _present(format, weight, tensors)
     return found if all(key in found for key, role in format.roles.items() if role.required) else None
 
 
 def _present(format: WeightFormat, weight: str, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Returns the names of a weight's tensors that have dtypes of their roles."""
+    """Returns the names, by role, of the weight's tensors that exist with a dtype of their role."""
     found = dict[str, str]()
     for key, role in format.roles.items():
         for name in _names(weight, role):
@@ -199,7 +199,7 @@ def _packed(format: WeightFormat, weight: str, parts: Mapping[str, StoredTensor]
 
 
 def _experts(parts: Mapping[str, StoredTensor], count: int) -> Iterator[dict[str, StoredTensor]]:
-    """Yields the tensors of each expert. Tensors of a single number, and the shape of all, belong to all of them."""
+    """Yields the tensors of each expert. Tensors of a single number, and a common shape, are shared by all experts."""
     shared = {role: stored for role, stored in parts.items() if stored.shape in _SINGLE or role == "shape"}
     for role, stored in parts.items():
         if role not in shared and stored.shape[0] != count:

@@ -1,9 +1,9 @@
 """Weights of bitsandbytes: 4 bits (nf4, fp4) in blocks, and 8 bits with a scale for each row.
 
-4 bits: the matrix is one long row of weights, two in a byte, the first in the high bits. A block of weights (64, unless
-the file has another size) has a factor (`absmax`), float32 or again in 8 bits with blocks of its own ("double
-quantization"). A code, and a factor of 8 bits, is a place in a table. `quant_state`, JSON in a tensor of bytes, has the
-shape and the sizes of blocks.
+4 bits: the matrix is one long row of weights, two in a byte, the first in the high bits. Each block of weights (64,
+unless the file states another size) has a factor (`absmax`), in float32 or again in 8 bits with blocks of its own
+("double quantization"). A code, and an 8-bit factor, is an index into a table. `quant_state`, JSON in a tensor of
+bytes, holds the shape and the block sizes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _METHODS: Final = ("bitsandbytes",)
 _MAX_STATE: Final = 1 << 16
 _BLOCKS: Final = tuple(1 << power for power in range(4, 17))
 _PER_ROW: Final = 7.874015718698502e-3
-"""1 / 127, as bitsandbytes has it."""
+"""1 / 127, as rounded by bitsandbytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks4(PackedRows):
     """Rows of a matrix of 4 bits.
 
-    codes: uint8, of the first block to the last one, two in a byte.
+    codes: uint8, from the first block to the last one, two in a byte.
     factors: float32 [blocks].
     table: value of each code, float32 [16].
-    block: weights of a block. skipped: weights before the first row, and of the first block.
-    shape: that of the rows.
+    block: weights of a block. skipped: weights of the first block before the first row.
+    shape: shape of the rows.
     """
 
     codes: Tensor
@@ -55,13 +55,13 @@ class Blocks4(PackedRows):
 
 
 def _plan_blocks(tensors: Mapping[str, StoredTensor], quantization: Quantization, module: str) -> Plan:
-    """The shape of the matrix is in its quant_state; here it is one row."""
+    """Returns a single row as the shape: the true shape is in the quant_state, which is not read here."""
     return (2 * math.prod(tensors["codes"].shape),), {}
 
 
 @dataclass(frozen=True, slots=True)
 class _QuantState:
-    """quant_state. block: weights of a block. outer: factors of a block of factors. offset: is added to factors."""
+    """quant_state. block: weights of a block. outer: factors in a block of factors. offset: added to the factors."""
 
     block: int
     outer: int
@@ -69,7 +69,7 @@ class _QuantState:
 
 
 def _state(tensor: PackedTensor) -> _QuantState:
-    """Reads the quant_state, and compares sizes with it. Raises ModelError naming the file and the key."""
+    """Reads the quant_state, and compares it with the tensors' sizes. Raises ModelError naming the file and the key."""
     own = tensor.tensors
     try:
         found = _parsed(own["state"])
@@ -128,13 +128,13 @@ def _read_blocks(tensor: PackedTensor, first: int, end: int) -> Blocks4:
 
 
 def _flat(stored: StoredTensor) -> StoredTensor:
-    """Returns a tensor without its axes."""
+    """Returns the tensor flattened to one axis."""
     return replace(stored, shape=(math.prod(stored.shape),))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bytes(PackedRows):
-    """Rows of a matrix of 8 bits. codes: int8 [rows, columns]. scales: float32 [rows], of the largest code."""
+    """Rows of a matrix of 8 bits. codes: int8 [rows, columns]. scales: float32 [rows], the value of code 127."""
 
     codes: Tensor
     scales: Tensor

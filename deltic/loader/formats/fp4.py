@@ -1,7 +1,7 @@
-"""Weights in 4-bit floating point (e2m1), two columns in a byte, the even one in the low bits.
+"""Weights in 4-bit floating point (e2m1), two columns in a byte, the even column in the low bits.
 
-NVFP4: an 8-bit float (e4m3) for each 16 columns of a row, and a scale of the matrix: compressed-tensors divides by it,
-ModelOpt multiplies.
+NVFP4: an 8-bit float (e4m3) for each 16 columns of a row, and a scale of the matrix: compressed-tensors divides by this
+scale, ModelOpt multiplies.
 MXFP4: a power of two for each 32 columns of a row.
 """
 
@@ -35,7 +35,7 @@ class Float4(PackedRows):
     codes: uint8 [rows, columns / 2].
     scales: as stored: float8_e4m3fn [rows, columns / 16] in NVFP4; uint8 [rows, columns / 32] in MXFP4, exponents of
         two plus 127.
-    factor: scale of the matrix, float32; None in MXFP4. divides: the values are divided by it.
+    factor: scale of the matrix, float32; None in MXFP4. divides: True if the values are divided by the factor.
     """
 
     codes: Tensor
@@ -59,7 +59,7 @@ class Float4(PackedRows):
         return values.mul_(scales[..., None]).flatten(-2)
 
     def blocks(self) -> Tensor:
-        """Blocks of NVFP4 or MXFP4. A factor that divides becomes its inverse, rounded to float32."""
+        """Returns blocks of NVFP4 or MXFP4. A factor that divides becomes its inverse, rounded to float32."""
         if self.factor is None:
             return mxfp4_blocks(self.codes, self.scales)
         factor = float(1 / self.factor if self.divides else self.factor)

@@ -1,7 +1,7 @@
 """Weights in 8-bit floating point (e4m3).
 
 FP8: a scale for each block of 128 rows and columns, each 128 columns of a row, each row, or the whole matrix. In memory
-it may stay as it is (`Float8`), or in blocks of GROUP columns of a row with a scale each (`quantize_fp8`).
+a weight may keep this form (`Float8`), or have blocks of GROUP columns of a row with a scale each (`quantize_fp8`).
 MXFP8: a power of two for each 32 columns of a row.
 """
 
@@ -47,11 +47,11 @@ def quantize_fp8(name: str, matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Float8(PackedRows):
-    """A matrix or a stack in the format of checkpoints.
+    """A matrix or a stack in the float8 format of checkpoints.
 
     codes: uint8 [..., rows, columns].
-    scales: float32 [..., rows / GROUP, columns / GROUP], rounded up; of rows [..., rows, 1 or columns / GROUP]; of the
-        matrix [..., 1, 1].
+    scales: float32, one of three shapes: of blocks [..., rows / GROUP, columns / GROUP], rounded up; of rows [...,
+        rows, 1 or columns / GROUP]; of the matrix [..., 1, 1].
     """
 
     codes: Tensor
@@ -81,9 +81,9 @@ class Float8(PackedRows):
         return torch.cat((scales, codes), -1).flatten(1)
 
     def halves(self) -> tuple[Float8, Float8]:
-        """Splits the rows in two halves. No block may extend over both."""
+        """Splits the rows in two halves. No block may extend over both halves."""
         codes, scales = self.codes.chunk(2, -2), self.scales.chunk(2, -2)
-        return Float8(codes[0], scales[0]), Float8(codes[1], scales[-1])  # a matrix's only scale is that of both
+        return Float8(codes[0], scales[0]), Float8(codes[1], scales[-1])  # both halves share a matrix's only scale
 
 
 def float8_values(codes: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def float8_values(codes: Tensor) -> Tensor:
 
 @cache
 def _value_pairs() -> Tensor:
-    """The values of each two codes, float32, as one float64: a look-up is 10 times as fast as a conversion."""
+    """Returns the float32 values of each two codes as a float64: a look-up is 10 times as fast as a conversion."""
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     return torch.stack((values.repeat(256), values.repeat_interleave(256)), -1).view(torch.float64).flatten()
 
@@ -110,7 +110,7 @@ def row_scales(scales: Tensor, shape: Shape) -> Tensor:
 
 
 def scales_part(scales: Tensor, shape: Shape, part: Part) -> Tensor:
-    """Returns the scales of a part of a Float8 of this shape. Its columns fill groups."""
+    """Returns the scales of a part of a Float8 of this shape. The part's columns must fill whole groups."""
     if part.ranges is None:
         return scales
     groups = tuple(slice(own.start // GROUP, own.stop // GROUP) for own in part.ranges)
@@ -121,7 +121,7 @@ def scales_part(scales: Tensor, shape: Shape, part: Part) -> Tensor:
 
 
 def float8_scales(tensor: PackedTensor) -> Tensor:
-    """Reads the scales of a whole FP8 weight, float32, of the shapes of `Float8`."""
+    """Reads the scales of a whole FP8 weight, float32, in the shapes that `Float8` documents."""
     grid: Shape = tensor.settings["grid"]
     return tensor.tensors["scales"].read().float().reshape(grid)
 
@@ -146,14 +146,14 @@ def _read_fp8(tensor: PackedTensor, first: int, end: int) -> Float8:
     scales, rows = float8_scales(tensor), tensor.tensors["codes"].shape[0]
     if scales.shape[0] == rows:
         return Float8(codes, scales[first:end])
-    if scales.shape[0] > 1:  # rows may begin inside of a block
+    if scales.shape[0] > 1:  # rows may begin inside a block
         scales = scales[first // GROUP:-(-end // GROUP)].repeat_interleave(GROUP, 0)[first % GROUP:][:end - first]
     return Float8(codes, scales)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MxFloat8(PackedRows):
-    """Rows in MXFP8. codes: uint8 [rows, columns]. exponents: of the scales, plus 127, uint8 [rows, columns / 32]."""
+    """Rows in MXFP8. codes: uint8 [rows, columns]. exponents: scale exponents plus 127, uint8 [rows, columns / 32]."""
 
     codes: Tensor
     exponents: Tensor
@@ -166,12 +166,12 @@ class MxFloat8(PackedRows):
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
-    """Returns the scales of exponents plus 127, float32."""
+    """Returns the float32 scales for exponents that are stored plus 127."""
     return torch.exp2(exponents.float() - 127)
 
 
 def mx_shape(codes: Shape, scales: Shape, per_byte: int) -> Shape:
-    """Returns the shape of a matrix in a format with a power of two for each 32 columns. Raises ValueError."""
+    """Returns the shape of a matrix with one power of two for each 32 columns. Raises ValueError if shapes disagree."""
     if len(codes) != 2:
         raise ValueError(f"codes of shape {list(codes)}")
     rows, columns = codes[0], per_byte * codes[1]

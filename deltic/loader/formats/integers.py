@@ -1,15 +1,15 @@
 """Integer codes in words of 32 bits: `pack-quantized` of compressed-tensors, GPTQ, AWQ, and AutoRound's files of these.
 
 A weight is (code - zero) * scale, with a zero and a scale for each group of columns. Codes and zeros are streams of
-bits, lowest first: `bits` words hold 32 codes, and a code may extend over two words. For a matrix [rows, columns]:
+bits, lowest first: `bits` words hold 32 codes, and a code may span two words. For a matrix [rows, columns]:
 
 | | codes | zeros | scales |
 |---|---|---|---|
-| pack-quantized | [rows, words of columns] | [words of rows, groups]; if absent the middle | [rows, groups] |
-| GPTQ | [words of columns, rows] | [groups, words of rows]; in version 1 less 1 | [groups, rows] |
+| pack-quantized | [rows, words of columns] | [words of rows, groups]; if absent, the middle code | [rows, groups] |
+| GPTQ | [words of columns, rows] | [groups, words of rows]; version 1 stores zero - 1 | [groups, rows] |
 | AWQ | [columns, words of rows], eight codes in AWQ_ORDER | [groups, words of rows], like codes | [groups, rows] |
 
-Groups have the same number of columns and follow each other, unless the file has the group of each column (`g_idx`).
+Groups are consecutive and have the same number of columns, unless the file lists the group of each column (`g_idx`).
 `int-quantized` of compressed-tensors has a signed byte for each code.
 """
 
@@ -32,7 +32,7 @@ from deltic.loader.tensors import PackedRows, PackedTensor, Plan, Role, Shape, S
 WORD: Final = 32
 """Bits of a word."""
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place of each of eight codes in the stream of AWQ."""
+"""The position of each of eight codes in the stream of AWQ."""
 FLOATS: Final = ("F16", "BF16", "F32")
 _BITS: Final = (4, 8, 3, 2, 5, 6, 7)
 
@@ -43,8 +43,8 @@ class Integers(PackedRows):
 
     codes: uint8 [rows, columns].
     scales: as stored, [rows, groups].
-    zeros: uint8 [rows, groups], or one for all.
-    groups: the group of each column, int64 [columns]; None: all have the same number of columns and follow each other.
+    zeros: uint8 [rows, groups], or one zero for all.
+    groups: the group of each column, int64 [columns]; None: groups are consecutive and of equal size.
     """
 
     codes: Tensor
@@ -64,7 +64,7 @@ class Integers(PackedRows):
         return values.mul_(scales[..., None]).flatten(1)
 
     def blocks(self) -> Tensor:
-        """Blocks of INT4. codes: below 16."""
+        """Returns blocks of INT4. Codes must be below 16."""
         return int4_blocks(self.codes[:, ::2] | self.codes[:, 1::2] << 4, self.scales, self.zeros)
 
 
@@ -78,19 +78,19 @@ def unpack(stream: Tensor, bits: int, first: int, end: int) -> Tensor:
     """Returns the codes [first, end) of each row of a stream, int32 [rows, words], as uint8 [rows, end - first]."""
     start = first // WORD * WORD
     octets = _octets(stream, bits, start, end)
-    size = bits // math.gcd(bits, 8)  # the least bytes that hold whole codes
+    size = bits // math.gcd(bits, 8)  # the fewest bytes that hold whole codes
     padded = torch.nn.functional.pad(octets, (0, -octets.shape[1] % size))
     return _split(padded.view(-1, size), bits).view(len(stream), -1)[:, first - start:end - start]
 
 
 def _octets(stream: Tensor, bits: int, start: int, end: int) -> Tensor:
-    """Returns the bytes of the words that hold these codes of each row, [rows, bytes]. They begin with a word."""
+    """Returns the bytes of the words that hold these codes of each row, [rows, bytes], starting at a word boundary."""
     words = stream[:, start * bits // WORD:words_of(end, bits)]
     return words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _split(octets: Tensor, bits: int) -> Tensor:
-    """Returns the codes of units of whole bytes, uint8 [units, bytes, ...] -> [units, codes, ...]."""
+    """Splits units of whole bytes into codes, uint8 [units, bytes, ...] -> [units, codes, ...]."""
     codes = octets.new_empty(len(octets), octets.shape[1] * 8 // bits, *octets.shape[2:])
     for index in range(codes.shape[1]):
         byte, shift = divmod(index * bits, 8)
@@ -102,12 +102,12 @@ def _split(octets: Tensor, bits: int) -> Tensor:
 
 
 def words_of(count: int, bits: int) -> int:
-    """Returns the words that hold `count` codes."""
+    """Returns the number of words that hold `count` codes."""
     return -(-count * bits // WORD)
 
 
 def pairs(tensors: Mapping[str, StoredTensor], *roles: str) -> Iterator[tuple[int, int]]:
-    """Yields the shapes of matrices."""
+    """Yields the shape of each matrix in the tensors of these roles."""
     for role in roles:
         shape = tensors[role].shape
         if len(shape) != 2 or 0 in shape:
@@ -121,7 +121,7 @@ def _check_shape(tensors: Mapping[str, StoredTensor], role: str, shape: Shape) -
 
 
 def _groups(tensor: PackedTensor) -> Tensor | None:
-    """Returns the group of each column, unless groups follow each other and have the same number of columns."""
+    """Returns the group of each column; None if groups are consecutive and have the same number of columns."""
     count, columns, size = (tensor.settings[key] for key in ("groups", "columns", "size"))
     following, stored = torch.arange(columns) // size, tensor.tensors.get("order")
     found = following if stored is None else stored.read().long()
@@ -133,7 +133,7 @@ def _groups(tensor: PackedTensor) -> Tensor | None:
 
 
 def _size(columns: int, groups: int, quantization: Quantization) -> int:
-    """Returns the columns of a group: those of the config if they give this number of groups."""
+    """Returns the columns of a group: the config's number if it gives this number of groups."""
     given = quantization.settings.get("group_size")
     if isinstance(given, int) and given > 0 and -(-columns // given) == groups:
         return given
@@ -165,7 +165,7 @@ def _plan_packed(tensors: Mapping[str, StoredTensor], quantization: Quantization
 
 
 def _schemes(quantization: Quantization) -> Iterator[tuple[int, int]]:
-    """Yields the bits and the columns of a group of each kind of quantized weights; 0: all columns."""
+    """Yields bits and columns per group of each kind of quantized weights; 0 columns means the whole row."""
     for weights in quantization.groups():
         bits, size = weights["num_bits"], weights.get("group_size")
         if weights["type"] == "int" and isinstance(bits, int):
@@ -198,7 +198,7 @@ def _read_bytes(tensor: PackedTensor, first: int, end: int) -> Integers:
 
 
 def _unsigned(codes: Tensor) -> Tensor:
-    """Returns int8 plus 128 as uint8."""
+    """Converts int8 codes to uint8 by adding 128."""
     return codes.view(torch.uint8) ^ 128
 
 
@@ -221,7 +221,7 @@ def _plan_gptq(tensors: Mapping[str, StoredTensor], quantization: Quantization, 
 
 
 def _bits(count: int, words: int, quantization: Quantization) -> int:
-    """Returns the bits of codes if `words` hold `count` of them, preferably those of the config."""
+    """Returns the bits of a code if `words` hold `count` codes, preferably the config's bits."""
     for bits in (quantization.settings.get("bits"), *_BITS):
         if bits in _BITS and words_of(count, bits) == words:
             return int(bits)
@@ -229,7 +229,7 @@ def _bits(count: int, words: int, quantization: Quantization) -> int:
 
 
 def _less_one(quantization: Quantization) -> bool:
-    """True if zeros are stored less 1 (version 1)."""
+    """Returns True if zeros are stored minus 1 (version 1)."""
     given = quantization.settings
     if quantization.method == "auto-round":
         return given.get("packing_format") in ("auto_round:auto_gptq", None)

@@ -1,11 +1,11 @@
 """Files of MLX: quantized weights, and the layout and names that mlx-lm and mlx-vlm give to hybrid models.
 
 A row is a stream of bits in words of 32, lowest first. `affine`: code * scale + bias, for each group of columns. The
-modes `mxfp4`, `nvfp4` and `mxfp8` have scales of 8 bits and no biases. `quantization` in config.json has bits and group
-size, and those of single modules under their names.
+modes `mxfp4`, `nvfp4` and `mxfp8` have 8-bit scales and no biases. `quantization` in config.json has bits and group
+size, and overrides for single modules under their names.
 
 Convolutions have their channels last, norms already contain the 1 that Qwen's models add to them, experts are called
-`switch_mlp` and the vision tower `vision_tower`. The layout of the convolutions shows that a hybrid model is MLX's.
+`switch_mlp` and the vision tower `vision_tower`. The layout of the convolutions identifies a hybrid model as MLX's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _AFFINE_BITS: Final = (2, 3, 4, 5, 6, 8)
 _MODES: Final = {(4, 32): "mxfp4", (4, 16): "nvfp4", (8, 32): "mxfp8"}
 """Bits and columns of a group -> mode."""
 _NVFP4_LARGEST: Final = 448.0 * 6.0
-"""Largest value of nvfp4 with a global scale of 1, by which MLX divides it."""
+"""Largest value of nvfp4 with a global scale of 1. MLX divides the global scale by it."""
 
 
 # Quantized weights
@@ -119,7 +119,7 @@ class Plain(PackedRows):
 
 
 def _layout(name: str, turn: Callable[[Tensor], Tensor]) -> WeightFormat:
-    """Returns a format of plain tensors. turn: computes rows from stored ones, float32."""
+    """Returns a format of plain tensors. turn: computes rows from the stored rows, float32."""
     def plan(tensors: Mapping[str, StoredTensor], quantization: Quantization, module: str) -> Plan:
         raise AssertionError(name)
 

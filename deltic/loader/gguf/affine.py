@@ -15,7 +15,7 @@ GROUP: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class AffineBlocks:
-    """codes [rows, columns] uint8. scales, biases [rows, columns / GROUP] float32. bits: of a code."""
+    """codes [rows, columns] uint8. scales, biases [rows, columns / GROUP] float32. bits: bits of a code."""
 
     codes: Bytes
     scales: Floats
@@ -45,11 +45,11 @@ def _q4_k(b: Blocks) -> tuple[Bytes, Any, Any]:
 
 _EXACT: Final[Mapping[str, tuple[int, Callable[[Blocks], tuple[Bytes, Any, Any]]]]] = {
     "Q4_0": (4, _q4_0), "Q4_1": (4, _q4_1), "Q8_0": (8, _q8_0), "Q4_K": (4, _q4_k)}
-"""Types that are such codes: bits, and their codes, scales and biases."""
+"""Block types with an affine form -> bits of a code, and a function that returns codes, scales and biases."""
 
 
 def affine_rows(type: str, raw: Bytes, rows: int) -> AffineBlocks | Floats:
-    """Returns rows of blocks of a type as codes, if they are such codes; otherwise their numbers [rows, columns]."""
+    """Returns blocks of a type as affine codes if the type has this form; otherwise their values [rows, columns]."""
     raw = np.ascontiguousarray(raw).reshape(-1)
     if type not in _EXACT:
         return decode(raw, BY_NAME[type]).reshape(rows, -1)

@@ -31,9 +31,9 @@ _FLOAT16_LIMIT: Final = 65520.0  # the least value that rounds to infinity
 class BlockType:
     """A tensor type.
 
-    id: its number in files.
-    weights, nbytes: size of a block.
-    readable: deltic can dequantize it.
+    id: the type's number in GGUF files.
+    weights, nbytes: weights and bytes of a block.
+    readable: True if deltic can dequantize it.
     """
 
     name: str
@@ -43,7 +43,7 @@ class BlockType:
     readable: bool = False
 
     def size(self, count: int) -> int:
-        """Returns the bytes of `count` weights, a multiple of a block."""
+        """Returns the bytes of `count` weights; `count` is a multiple of the block's weights."""
         return count // self.weights * self.nbytes
 
 

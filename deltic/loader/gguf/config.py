@@ -29,7 +29,7 @@ _INTEGERS: Final[tuple[tuple[str, str, int], ...]] = (
     ("attention.head_count", "num_attention_heads", 4096),
     ("context_length", "max_position_embeddings", 1 << 31),
 )
-"""GGUF key after the architecture, key of config.json, largest value."""
+"""GGUF key after the architecture, key of config.json, maximum value."""
 _LINEAR: Final[tuple[tuple[str, str, int], ...]] = (
     ("ssm.group_count", "linear_num_key_heads", 4096),
     ("ssm.time_step_rank", "linear_num_value_heads", 4096),
@@ -41,7 +41,7 @@ _YARN_NUMBERS: Final = (
     ("yarn_beta_fast", 1e-3, 1e6), ("yarn_beta_slow", 1e-3, 1e6))
 """Keys of YaRN after rope.scaling, with the range of each."""
 _DTYPES: Final[Mapping[str, str]] = {"F32": "float32", "F16": "float16"}
-"""Type of the embedding -> dtype of the model; others: bfloat16."""
+"""Type of the embedding tensor -> dtype of the model; other types mean bfloat16."""
 SAMPLING_KEYS: Final[Mapping[str, str]] = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
 """Keys after general.sampling -> keys of generation_config.json."""
@@ -50,7 +50,7 @@ SAMPLING_KEYS: Final[Mapping[str, str]] = {
 def config_from_gguf(file: GgufFile) -> ModelConfig:
     """Returns the ModelConfig of a GGUF file.
 
-    The vocabulary's size is that of the embedding, which may have more rows than there are tokens. A file without
+    The vocabulary size is the number of rows of the embedding, which may exceed the number of tokens. A file without
     output.weight has a tied head. Blocks of a multi-token-prediction head (nextn) are not counted as layers.
     Raises ModelError naming the file, and the key that is absent, of the wrong type, absurd or unsupported.
     """
@@ -93,7 +93,7 @@ def _decimal(value: float) -> float:
 
 
 def _mapping(file: GgufFile) -> dict[str, Any]:
-    """Converts the metadata to the content of a config.json."""
+    """Converts the metadata to the contents of a config.json."""
     metadata, name = file.metadata, file.metadata.get("general.architecture")
     if not isinstance(name, str):
         raise ModelError(f"general.architecture must be a string, not {show(name)}")
@@ -179,7 +179,7 @@ class _Keys:
 
 
 def _layer_types(keys: _Keys, family: Family) -> list[str]:
-    """Returns the kinds of the trunk's layers. Those of the draft head are the last."""
+    """Returns the kinds of the trunk's layers, without the blocks of the draft head, which come last in the file."""
     blocks = keys.integer("block_count", 1, 1024)
     drafts = keys.integer_or("nextn_predict_layers", 0, 0, blocks - 1)
     recurrent = keys.metadata.get(keys.prefix + "attention.recurrent_layers")
@@ -192,7 +192,7 @@ def _layer_types(keys: _Keys, family: Family) -> list[str]:
 
 
 def _experts(keys: _Keys, family: Family) -> dict[str, Any]:
-    """Converts the shape of experts. Their weights are normalised unless a file says otherwise."""
+    """Converts the shape of the experts. Routing weights are normalised unless the file states otherwise."""
     found: dict[str, Any] = {
         "num_experts": keys.integer("expert_count", 1, 4096),
         "num_experts_per_tok": keys.integer("expert_used_count", 1, 4096),
@@ -220,8 +220,8 @@ def _head_dim(keys: _Keys) -> int:
 
 
 def _rope(keys: _Keys, family: Family) -> dict[str, Any]:
-    """Converts the rotary embedding. As in llama.cpp, a factor without a type is linear; `rope.scale_linear` is its old
-    name."""
+    """Converts the rotary embedding. As in llama.cpp, a factor without a type is linear; `rope.scale_linear` is the
+    older key of the factor."""
     factor = next((key for key in ("rope.scaling.factor", "rope.scale_linear") if keys.get(key)), None)
     scaling = keys.get("rope.scaling.type") or ("linear" if factor else "none")
     rope: dict[str, Any] = {"rope_type": "default" if scaling == "none" else scaling}
@@ -271,7 +271,7 @@ def _rope_factors(file: GgufFile) -> tuple[float, ...]:
 
 
 def _sections(keys: _Keys) -> list[int]:
-    """Returns three counts. The fourth in the file is for other models."""
+    """Returns three counts; the fourth count in the file is for other models."""
     value = keys.required("rope.dimension_sections")
     counts: list[Any] = value.tolist() if isinstance(value, np.ndarray) else []
     if len(counts) not in (3, 4) or any(type(count) is not int or not 0 <= count < 1 << 16 for count in counts) or (

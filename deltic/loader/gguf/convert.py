@@ -49,19 +49,19 @@ _MAX_THREADS: Final = 8
 _STORED: Final[Mapping[str, DType]] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _BLOCK: Final = re.compile(r"blk\.(\d+)\.(.+)\.weight")
 _SENSITIVE: Final = ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
-"""Tensors that get more bits in some layers of a mixed file."""
+"""Tensors that get more bits in some layers of a mixed-type file."""
 _ALWAYS_F32: Final = re.compile(r".*(_norm|ssm_conv1d|ffn_gate_inp)\.weight")
 _SMALLER_BLOCKS: Final[Mapping[str, str]] = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""Types with smaller blocks, for rows that are no multiple of 256; if these do not fit, F16."""
+"""Types with smaller blocks, for rows that are not a multiple of 256; if these do not fit either, F16 is used."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class FileType:
-    """A type of files.
+    """A GGUF file type: the tensor types that a conversion uses.
 
-    id: general.file_type.
+    id: value of general.file_type.
     most: type of most matrices.
     head: type of lm_head, and of an embedding that is also the head.
     sensitive: type of matrices that need more bits.
@@ -100,7 +100,7 @@ class Written:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of the whole file, including the tokenizer, per weight."""
+        """Returns the bits per weight of the whole file, including the tokenizer."""
         return self.nbytes * 8 / self.weights
 
 
@@ -109,8 +109,8 @@ def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path,
             more: Mapping[str, Any] = MappingProxyType({})) -> Written:
     """Writes the text model of `files` to `path` as a GGUF file of `type` (of FILE_TYPES), called `name`.
 
-    mtp: type of the multi-token-prediction head: at least Q8_0, that of most matrices, or omit the head.
-    more: further metadata.
+    mtp: type of the multi-token-prediction head: q8_0 (at least Q8_0), same (as most matrices), or none (no head).
+    more: additional metadata.
     One tensor is in memory at a time. `progress(done, total)` counts bytes of tensors. An existing file is replaced
     once the new one is complete. Raises ModelError naming a tensor that cannot be read or stored, DelticError if the
     file cannot be written.
@@ -155,7 +155,7 @@ def _write_factors(config: ModelConfig, sources: list[_SourceTensor], targets: d
 
 
 def target_of(name: str, shape: tuple[int, ...], config: ModelConfig, kind: FileType) -> NewTensor:
-    """Returns name, type and shape of a canonical tensor in a file of this type."""
+    """Returns the name, type and shape in a file of this type for a canonical tensor."""
     stored_name, form = gguf_name(name, config.architecture, config.layer_types)
     stored = form.shape(shape, config)
     wanted = BY_NAME[_wanted(stored_name, stored, config, kind)]
@@ -163,8 +163,8 @@ def target_of(name: str, shape: tuple[int, ...], config: ModelConfig, kind: File
 
 
 def _wanted(name: str, shape: tuple[int, ...], config: ModelConfig, kind: FileType) -> str:
-    """Returns the type of a tensor, if its rows fit. llama.cpp requires F32 for norms, convolution, router and vectors.
-    """
+    """Returns the preferred type of a tensor, before its rows are checked against the block size. llama.cpp requires
+    F32 for norms, convolution, router and vectors."""
     if len(shape) < 2 or _ALWAYS_F32.fullmatch(name):
         return "F32"
     if name == "output.weight" or (name == "token_embd.weight" and config.tie_word_embeddings):
@@ -179,7 +179,7 @@ def _wanted(name: str, shape: tuple[int, ...], config: ModelConfig, kind: FileTy
 
 
 def _more_bits(block: int, blocks: int) -> bool:
-    """Selects the first and the last eighth of the layers, and every third in between."""
+    """Returns True for the first and the last eighth of the layers, and every third layer in between."""
     eighth = blocks // 8
     return block < eighth or block >= 7 * blocks // 8 or (block - eighth) % 3 == 2
 
@@ -191,7 +191,7 @@ def fitting(type: BlockType, shape: tuple[int, ...]) -> BlockType:
 
 
 def _report_fallbacks(targets: Mapping[str, NewTensor], config: ModelConfig, kind: FileType) -> None:
-    """Logs one line about all matrices whose rows do not fit."""
+    """Logs one line about all matrices whose rows do not fit the blocks of their type."""
     moved = [target for target in targets.values()
              if target.type.name != _wanted(target.name, target.shape, config, kind)]
     if moved:
@@ -213,8 +213,8 @@ class _SourceTensor:
 
 
 def _sources(files: ModelFiles) -> Iterator[_SourceTensor]:
-    """Yields the tensors in file order; everything but the data is checked. Matrices keep their stored dtype; those of
-    a GGUF file become float32."""
+    """Yields the tensors in file order; everything but the data is checked. Matrices keep their stored dtype; matrices
+    of a GGUF file become float32."""
     config = files.config
     if files.gguf is not None:
         for part in plan_gguf(files.gguf, config):
@@ -229,7 +229,7 @@ def _sources(files: ModelFiles) -> Iterator[_SourceTensor]:
 
 
 def _merged(sources: Iterable[_SourceTensor], lora: LoraMerge | None) -> Iterator[_SourceTensor]:
-    """Yields the tensors with the terms of an adapter."""
+    """Yields the tensors with the low-rank terms of an adapter added."""
     for source in sources:
         yield source if lora is None else replace(source, read=partial(_read_merged, source, lora))
 
@@ -239,7 +239,7 @@ def _read_merged(source: _SourceTensor, lora: LoraMerge) -> dict[str, torch.Tens
 
 
 def _joined(sources: Iterable[_SourceTensor], config: ModelConfig) -> Iterator[_SourceTensor]:
-    """Joins the tensors that are one in GGUF files of the family."""
+    """Joins tensors that GGUF files of the model's family store as one."""
     waiting = dict[str, list[_SourceTensor]]()
     for source in sources:
         name = source.names[0]
@@ -279,7 +279,7 @@ def _read_directory(name: str, stored: Source, config: ModelConfig) -> dict[str,
 
 def _encoded(sources: Iterable[_SourceTensor], targets: Mapping[str, NewTensor], config: ModelConfig,
           progress: Progress | None, imatrix: ImportanceMatrix | None) -> Iterator[Iterator[Bytes]]:
-    """Yields the bytes of each target, in order. A vector is one row."""
+    """Yields the bytes of each target, in order. A vector is stored as one row."""
     total = sum(target.nbytes for target in targets.values())
     done = 0
     pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1))

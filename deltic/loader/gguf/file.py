@@ -1,4 +1,4 @@
-"""A GGUF model on disk: one file, or all parts of a split one. Reads headers, which are untrusted."""
+"""A GGUF model on disk: one file, or all parts of a split file. Reads headers, which are untrusted input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LEAST_BYTES: Final[Mapping[int, int]] = {**{id: kind.itemsize for id, kind in _SCALARS.items()}, _BOOL: 1, _STRING: 8}
 """Minimum size of a value of each type."""
 
-# Headers have about 20 MiB, nearly all of it the tokenizer. Far larger ones only serve to exhaust memory.
+# Headers have about 20 MiB, nearly all of it the tokenizer. Far larger headers would only exhaust memory.
 _MAX_HEADER: Final = 256 << 20
 _MAX_ARRAY: Final = 1 << 24
 _MAX_KEYS: Final = 1 << 16
@@ -48,7 +48,7 @@ class GgufTensor:
     nbytes: int
 
     def read(self, start: int = 0, count: int | None = None) -> Bytes:
-        """Reads `count` of the tensor's bytes from `start`, by default all to its end, into a new uint8 array.
+        """Reads `count` of the tensor's bytes from `start`, by default up to its end, into a new uint8 array.
 
         Raises ModelError if the file cannot be read or has become shorter.
         """
@@ -76,7 +76,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class ConcatenatedTensor(GgufTensor):
-    """Several tensors of one type and path, read as one; `offset` is that of the first."""
+    """Several tensors of one type and path, read as one; `offset` is the offset of the first."""
 
     parts: tuple[GgufTensor, ...]
 
@@ -117,8 +117,8 @@ class Header:
 def read_header(path: Path) -> Header:
     """Reads one file's header, and checks that its tensors are within the file, aligned and disjoint.
 
-    Integers, floats, booleans and strings become Python's, arrays of numbers numpy arrays, arrays of strings or
-    booleans lists. Raises ModelError naming the file, and the key or tensor that is wrong.
+    Integers, floats, booleans and strings become Python objects, arrays of numbers become numpy arrays, and arrays of
+    strings or booleans become lists. Raises ModelError naming the file, and the key or tensor that is wrong.
     """
     try:
         with open_plain(path) as file:
@@ -128,7 +128,7 @@ def read_header(path: Path) -> Header:
 
 
 def parse_header(path: Path, size: int, file: BinaryIO, whole: bool = True) -> Header:
-    """Like `read_header`, for an open file of `size` bytes. whole: False allows a file that ends before its tensors."""
+    """Parses the header of an open file of `size` bytes, like `read_header`. whole=False: it may end early."""
     cursor = _Cursor(file, path, size)
     tensors, keys = _read_counts(cursor)
     metadata = dict(_read_metadata(cursor, keys))
@@ -163,7 +163,7 @@ class _Cursor:
         return int.from_bytes(self.take(8, what), "little")
 
     def count(self, what: str, least_bytes: int, limit: int) -> int:
-        """Reads a number of items, each of at least `least_bytes`, at most `limit`."""
+        """Reads a number of items, at most `limit`; each item takes at least `least_bytes`."""
         count = self.u64(what)
         if count > min((self.end - self.position) // least_bytes, limit):
             raise self.error(f"{what} is {count}, more than the file can hold or any model has")
@@ -177,7 +177,7 @@ class _Cursor:
             raise self.error(f"{what} is not UTF-8") from error
 
     def strings(self, count: int, what: str) -> list[str]:
-        """Reads several strings. Vocabularies have hundreds of thousands, so this loop makes few calls."""
+        """Reads several strings. Vocabularies have hundreds of thousands of strings, so this loop makes few calls."""
         read, found, position = self.file.read, [], self.position
         for _ in range(count):
             head = read(8)
@@ -338,9 +338,9 @@ _REVISION: Final = "download all parts of one revision"
 class GgufFile:
     """Metadata and tensors of a model; the data stays on disk.
 
-    paths: its files, in order.
-    metadata: that of the first file.
-    tensors: those of all files by name, in file order; experts that are stored one by one are stacked.
+    paths: the model's files, in order.
+    metadata: metadata of the first file.
+    tensors: the tensors of all files by name, in file order; experts that are stored one by one are stacked.
     """
 
     paths: tuple[Path, ...]
@@ -350,9 +350,9 @@ class GgufFile:
     @classmethod
     def open(cls, path: str | Path, read: Callable[[Path], Header] = read_header,
              exists: Callable[[Path], bool] = Path.is_file) -> GgufFile:
-        """Opens a file, and the other parts if it is any part of a split model.
+        """Opens a file; if it is a part of a split model, opens all other parts too.
 
-        read, exists: how headers are read, and files found, that are not on this machine.
+        read, exists: replace reading a header and checking that a file exists, for files that are not on this machine.
         Raises ModelError naming the file, and the key or tensor that is wrong, or the part that is absent.
         """
         given = Path(path)
@@ -368,7 +368,7 @@ class GgufFile:
 
 
 def _parts(path: Path, metadata: Mapping[str, Any]) -> tuple[Path, ...]:
-    """Returns the paths of all parts. Their number is in the metadata."""
+    """Returns the paths of all parts. The metadata contains their number."""
     count = metadata.get("split.count", 0)
     if type(count) is not int:
         raise ModelError(f"{path}: split.count must be an integer, not {str(count)[:80]}")
@@ -404,7 +404,7 @@ def _union(paths: tuple[Path, ...], headers: list[Header]) -> Iterator[tuple[str
 
 
 def _with_stacks(tensors: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
-    """Stacks the experts of a draft head, as those of the trunk are in files."""
+    """Stacks the experts of a draft head, like the trunk's experts, which files store stacked."""
     stacks: dict[str, dict[int, GgufTensor]] = {}
     for name, tensor in tensors.items():
         found = EXPERT.fullmatch(name)

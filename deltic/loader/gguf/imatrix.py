@@ -1,7 +1,7 @@
-"""Importance matrices: the mean square of each column's activations, by which quantization weights errors.
+"""Importance matrices: the mean square of each column's activations. Quantization weights errors by it.
 
 Files of llama.cpp's `llama-imatrix`: GGUF files with the tensors NAME.in_sum2 [experts, columns] and NAME.counts
-[experts, 1], and the older binary form with the sums of one number of calls. NAME is that of a tensor in a GGUF file.
+[experts, 1], and the older binary form with sums and one number of calls. NAME is a tensor's name in a GGUF file.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _MOST_NAME: Final = 512
 _OPTIONAL: Final = ("token_embd.weight", "output.weight")
 """Tensors that `llama-imatrix` leaves out by default."""
 _LARGEST: Final = np.float32(1e4)
-"""A column counts at most so many times as much as the mean one, and one that many times as little: the squares of a
-column that no text has reached are 0, but its weights should not become arbitrary."""
+"""Bound on a column's importance: at most this many times the mean, and at least the mean divided by it. The squares of
+a column that no calibration text reached are 0, but its weights should not become arbitrary."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportanceMatrix:
     """Mean squares of activations, float32 [experts, columns], by the name of a tensor in GGUF files.
 
-    datasets: names of the texts. chunks: how many pieces of them were read.
+    datasets: names of the calibration texts. chunks: number of text chunks that were read.
     """
 
     path: Path
@@ -44,8 +44,8 @@ class ImportanceMatrix:
     chunks: int = 0
 
     def of(self, target: NewTensor) -> Floats | None:
-        """Returns the importance of a matrix's columns, around 1, [experts, columns] or [1, columns]; None if there is
-        none. Raises ModelError for another size."""
+        """Returns the importance of a matrix's columns, around 1, [experts, columns] or [1, columns]; None if the file
+        has none. Raises ModelError if its size differs from the matrix."""
         found = self.means.get(target.name)
         if found is None:
             return None
@@ -59,8 +59,8 @@ class ImportanceMatrix:
         return relative.clip(1 / _LARGEST, _LARGEST)
 
     def check(self, targets: Iterable[NewTensor], layers: int) -> None:
-        """Raises ModelError naming a quantized matrix of the text model without importance, or with one of another
-        size."""
+        """Raises ModelError naming a quantized matrix of the text model that has no importance, or an importance of the
+        wrong size."""
         for target in targets:
             found = self.of(target)
             needed = target.type.weights > 1 and target.name not in _OPTIONAL and not _is_head(target.name, layers)
@@ -69,7 +69,7 @@ class ImportanceMatrix:
                                  "that of this model, made from a text that uses all of its layers")
 
     def metadata(self) -> dict[str, Any]:
-        """Returns the keys by which a GGUF file describes its importance matrix."""
+        """Returns the metadata keys that describe this importance matrix in a GGUF file."""
         found: dict[str, Any] = {"quantize.imatrix.file": self.path.name,
                                  "quantize.imatrix.entries_count": len(self.means)}
         if self.datasets:
@@ -78,13 +78,13 @@ class ImportanceMatrix:
 
 
 def _is_head(name: str, layers: int) -> bool:
-    """True for a tensor of the multi-token-prediction head, whose blocks come after the model's layers."""
+    """Returns True for a tensor of the multi-token-prediction head, whose blocks come after the model's layers."""
     block = name.removeprefix("blk.").partition(".")[0]
     return block.isdecimal() and int(block) >= layers
 
 
 def read_imatrix(path: Path) -> ImportanceMatrix:
-    """Reads a file of either form. Raises ModelError naming it, and the tensor whose values are wrong."""
+    """Reads a file of either form. Raises ModelError naming the file, and the tensor whose values are wrong."""
     try:
         with open_plain(path) as file:
             is_gguf = file.read(len(_MAGIC)) == _MAGIC
@@ -127,8 +127,8 @@ def _matrix(tensor: GgufTensor) -> Floats:
 
 
 def _means(path: Path, name: str, sums: Floats, counts: Floats) -> Floats:
-    """Returns the sums over the counts; experts that no token has reached have 1. Raises ModelError for numbers that no
-    sum of squares can be."""
+    """Returns the sums divided by the counts; experts that no token reached get 1. Raises ModelError for values that
+    cannot be a sum of squares."""
     if len(counts) not in (1, len(sums)):
         raise ModelError(f"{path}: tensor {name!r} has sums for {len(sums)} experts and counts for {len(counts)}")
     for values in (sums, counts):

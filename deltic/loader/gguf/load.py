@@ -37,16 +37,16 @@ from deltic.ops.slices import slice_unit
 from deltic.ops.types import Block, Weight
 
 _PACKED_SIZE: Final = 256 << 20
-"""Size from which models stay packed."""
+"""Model size in bytes from which a model stays packed."""
 _FEW_BITS: Final = 5
-"""Bits per weight, including scales, below which a type has at most four bits."""
+"""Bits per weight, including scales, below which a type has at most four bits per code."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class GgufSource:
-    """A tensor of the file, its target, and the canonical shapes."""
+    """A tensor of the file, its canonical target, and the canonical shapes."""
 
     stored: GgufTensor
     target: TensorTarget
@@ -63,8 +63,8 @@ def read_file(
     """Yields the tensors of `expected_tensors(config)` in file order, contiguous, on `device`.
 
     Matrices are dequantized to `dtype` (`auto`: the config's), norms and decay parameters to float32. A
-    multi-token-prediction head is not read. `progress(done, total)` counts bytes of the file. Peak memory is near the
-    size of the result.
+    multi-token-prediction head is not read. `progress(done, total)` counts bytes of the file. Peak memory is little
+    more than the size of the result.
     Raises ModelError naming the tensor that is unknown, missing, doubled, or of another shape or an unsupported type,
     or the file that is absent, truncated or corrupt.
     """
@@ -94,12 +94,12 @@ def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None
 
 def load_packed_parts(source: GgufFile, config: ModelConfig, forms: Sequence[PackedForm], split: Split,
                       progress: Progress | None = None, experts: bool = True) -> list[dict[str, Weight]]:
-    """Loads each device's part of the text model, with quantized matrices in its form. Stacks of experts become one
-    matrix for each expert. experts: include them.
+    """Loads each device's part of the text model; quantized matrices get the packed form of their device. Stacks of
+    experts become one matrix per expert. experts: include the experts.
 
-    Convolutions, and matrices of types that the form does not serve, have its dtype; everything else is float32. Value
-    heads keep the file's order (`GdnSpec.tiled`), because reordering columns would cut blocks. Peak memory is near the
-    size of the result. `progress` and errors as `read_file`.
+    Convolutions, and matrices of types that the form does not serve, get the form's dtype; everything else is float32.
+    Value heads keep the file's order (`GdnSpec.tiled`), because reordering columns would cut blocks. Peak memory is
+    little more than the size of the result. `progress` and errors are as in `read_file`.
     """
     sources = complete_plan(source, config)
     sources = [part for part in sources if experts or not is_stack(part.target.names[0])]
@@ -122,15 +122,15 @@ def load_packed_parts(source: GgufFile, config: ModelConfig, forms: Sequence[Pac
 
 
 def down_units(sources: Iterable[GgufSource], form: PackedForm) -> dict[str, int]:
-    """Returns the columns that slices of each `down` of a feed-forward are multiples of, if it stays packed."""
+    """Returns, for each `down` matrix of a feed-forward that stays packed, the unit in columns of its slices."""
     return {name: slice_unit(part.stored.type.name, part.stored.shape[-1]) for part in sources
             for name in part.target.names if name.endswith(".down_proj.weight") and not is_stack(name)
             and form.serves(part.stored.type.name, part.stored.shape[-1])}
 
 
 def packed_sizes(file: GgufFile, config: ModelConfig, packed: Callable[[str, int, int], int | None]) -> dict[str, int]:
-    """Returns the bytes of each tensor of the text model as `load_packed` loads it. packed(type, rows, columns): bytes
-    of a quantized matrix; None: it becomes bfloat16."""
+    """Returns the bytes of each tensor of the text model after `load_packed`. packed(type, rows, columns): returns the
+    bytes of a quantized matrix, or None if it becomes bfloat16."""
     sizes = dict[str, int]()
     for part in plan_gguf(file, config):
         for name, shape in zip(part.target.names, part.shapes, strict=True):
@@ -155,7 +155,7 @@ def load_gguf_head(sources: list[GgufSource], config: ModelConfig, dtype: DType,
 
 def plan_gguf_head(file: GgufFile, config: ModelConfig) -> list[GgufSource]:
     """Locates the tensors of `expected_head(config)` and `optional_head(config)` in file order, and checks everything
-    but the data; empty if the file has no head."""
+    but the data. Returns an empty list if the file has no head."""
     expected = expected_head(config)
     sources = list(_plan(file, config, {**expected, **optional_head(config)}, mtp=True))
     if sources:
@@ -172,13 +172,13 @@ def _warn_few_bits(sources: list[GgufSource]) -> None:
 
 
 def wants_packing(file: GgufFile) -> bool:
-    """True for a model that should stay packed: it has types of 256 weights, or is large."""
+    """Returns True for a model that should stay packed: it has types with blocks of 256 weights, or it is large."""
     tensors = file.tensors.values()
     return any(tensor.type.weights == 256 for tensor in tensors) or sum(t.nbytes for t in tensors) >= _PACKED_SIZE
 
 
 def is_quantized(file: GgufFile) -> bool:
-    """True if any tensor is quantized."""
+    """Returns True if any tensor is quantized."""
     return any(tensor.type.weights > 1 for tensor in file.tensors.values())
 
 
@@ -189,7 +189,7 @@ def unserved_experts(file: GgufFile, form: PackedForm) -> list[str]:
 
 
 def _is_matrix(part: GgufSource) -> bool:
-    """True for a matrix or a stack, but not for the convolution, whose form changes."""
+    """Returns True for a matrix or a stack, except the convolution, whose shape changes when it is loaded."""
     return all(len(shape) > 1 for shape in part.shapes) and not part.target.form.changes
 
 
@@ -217,7 +217,7 @@ def _packed_parts(source: GgufSource, config: ModelConfig, forms: Sequence[Packe
 
 
 def _pack_stack(source: GgufSource, form: PackedForm, part: Part) -> Iterator[tuple[str, Weight]]:
-    """Packs matrices of experts. part: experts, one range."""
+    """Packs the matrices of the experts in `part`, which has one range of experts."""
     stored, names = source.stored, source.target.names
     row_bytes, columns = stored.type.size(stored.shape[-1]), stored.shape[-1]
     found: dict[str, list[Block]] = {name: [] for name in names}
@@ -238,7 +238,7 @@ def _pack_stack(source: GgufSource, form: PackedForm, part: Part) -> Iterator[tu
 
 def _pack_matrices(source: GgufSource, config: ModelConfig, forms: Sequence[PackedForm], split: Split
                    ) -> Iterator[tuple[int, str, Weight]]:
-    """Packs each device's part of one matrix, or of several whose rows follow each other."""
+    """Packs each device's part of one matrix, or of several matrices stored one after another."""
     stored, type = source.stored, source.stored.type
     moved = source.target.form.rows(stored.shape[-2], config)
     for first, name, rows in matrices_of(source):
@@ -260,7 +260,7 @@ def _packed(stored: GgufTensor, rows: int, columns: int, row_bytes: int, read: C
 
 
 def matrices_of(part: GgufSource) -> Iterator[tuple[int, str, int]]:
-    """Yields the matrices of a tensor: first row, canonical name, rows."""
+    """Yields the matrices of a tensor: first row, canonical name, number of rows."""
     first = 0
     for _ in range(part.stored.shape[0] if len(part.stored.shape) == 3 else 1):
         for name, shape in zip(part.target.names, part.shapes, strict=True):
@@ -270,8 +270,8 @@ def matrices_of(part: GgufSource) -> Iterator[tuple[int, str, int]]:
 
 def _reader(stored: GgufTensor, first: int, shape: Shape, part: Part, order: torch.Tensor | None
             ) -> Callable[[int, int], Bytes]:
-    """Returns a reader of a part of the matrix of this shape that begins at the row `first`. order: the file's row of
-    each row, counted from there; rows are whole blocks."""
+    """Returns a reader of `part` of the matrix of this shape that begins at row `first`. order: the file's row of each
+    row of the matrix, relative to `first`; rows are whole blocks."""
     rows, row_bytes = shape[0], stored.type.size(shape[1])
     if part.columns:
         matrix = stored.mapped(first * row_bytes, rows * row_bytes).reshape(rows, row_bytes)
@@ -285,7 +285,7 @@ def _reader(stored: GgufTensor, first: int, shape: Shape, part: Part, order: tor
 
 
 def _rows(stored: GgufTensor, first: int, own: slice, order: torch.Tensor | None) -> Bytes:
-    """Reads these rows of the matrix that begins at the row `first`, [rows, bytes]. order: as in `_reader`."""
+    """Reads the rows `own` of the matrix that begins at row `first`, [rows, bytes]. order: as in `_reader`."""
     wanted = np.arange(own.start, own.stop) if order is None else order[own].numpy()
     low, high, size = int(wanted.min()), int(wanted.max()) + 1, stored.type.size(stored.shape[-1])
     rows = stored.read((first + low) * size, (high - low) * size).reshape(-1, size)
@@ -293,7 +293,7 @@ def _rows(stored: GgufTensor, first: int, own: slice, order: torch.Tensor | None
 
 
 def _column_reader(matrix: Bytes, ranges: Sequence[slice]) -> Callable[[int, int], Bytes]:
-    """Returns a reader of these bytes of each row of a matrix [rows, bytes]."""
+    """Returns a reader of the byte ranges `ranges` of each row of a matrix [rows, bytes]."""
     width = sum(own.stop - own.start for own in ranges)
 
     def read(offset: int, count: int) -> Bytes:
@@ -319,7 +319,7 @@ def plan_gguf(file: GgufFile, config: ModelConfig) -> Iterator[GgufSource]:
 
 
 def complete_plan(file: GgufFile, config: ModelConfig) -> list[GgufSource]:
-    """As `plan_gguf`. Raises ModelError if a tensor is missing."""
+    """Returns all tensors of `plan_gguf`. Raises ModelError if a tensor is missing."""
     sources = list(plan_gguf(file, config))
     _check_complete(file, config, expected_tensors(config), sources)
     return sources
@@ -374,7 +374,7 @@ def _check_complete(file: GgufFile, config: ModelConfig, expected: Mapping[str, 
 
 
 def read_gguf(source: GgufSource, config: ModelConfig, kept: DType) -> Iterator[tuple[str, torch.Tensor]]:
-    """Reads one of the file's tensors. Yields canonical ones."""
+    """Reads one of the file's tensors and yields its canonical tensors."""
     stored, names = source.stored, source.target.names
     tensor = torch.empty(stored.shape, dtype=TORCH_DTYPES[tensor_dtype(names[0], kept)])
     try:

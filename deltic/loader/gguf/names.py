@@ -31,10 +31,10 @@ class TensorForm:
     """Differences between a GGUF tensor and the canonical one: order of rows or value heads, and values.
 
     heads: the axis of value heads, or None.
-    behind_keys: queries and keys come first on that axis.
-    wide: a head has value_head_dim entries on that axis, else one.
-    interleaved: number of heads whose rows are in the order of rotated pairs.
-    packed: suffix of the canonical name of a packed projection, whose parts have rows of each key head in turn.
+    behind_keys: True if queries and keys precede the value heads on that axis.
+    wide: True if a head has value_head_dim entries on that axis; False if it has one.
+    interleaved: number of heads whose rows are stored as adjacent rotated pairs.
+    packed: suffix of the canonical name of a packed projection, whose rows are ordered by key head, then by part.
     decode, encode: convert GGUF's values to canonical ones and back.
 
     Canonical value heads are grouped by their key head: k0v0 k0v1 k1v0 k1v1. In GGUF files they are tiled:
@@ -54,7 +54,7 @@ class TensorForm:
 
     @property
     def changes(self) -> bool:
-        """True if values differ, not only their order."""
+        """Returns True if values differ, not only their order."""
         return self.decode is not _same
 
     def rows(self, count: int, config: ModelConfig) -> Tensor | None:
@@ -76,7 +76,7 @@ class TensorForm:
         return self._reorder(encoded, config, grouped=False) if rows is None else encoded[rows.argsort()]
 
     def tiled(self, tensor: Tensor, config: ModelConfig) -> Tensor:
-        """Returns a tensor with the canonical tensor's axis of value heads in the file's order."""
+        """Returns the tensor with its axis of value heads reordered from the canonical order to the file's."""
         return self._reorder(tensor, config, grouped=False)
 
     def shape(self, shape: Shape, config: ModelConfig) -> Shape:
@@ -109,7 +109,7 @@ def _plus_offset(tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _log_of_decay(tensor: Tensor, config: ModelConfig) -> Tensor:
-    """Computes in float64, so that encoding again differs by at most two units in the last place."""
+    """Computes in float64, so that a second encoding differs by at most two units in the last place."""
     if not bool((tensor <= 0).all()):
         raise ModelError("decays (ssm_a) must be negative: the file is corrupt or written by an unknown converter")
     return (-tensor.double()).log().to(tensor.dtype)
@@ -137,7 +137,7 @@ def _drop_row(tensor: Tensor, config: ModelConfig) -> Tensor:
 
 PLAIN: Final = TensorForm()
 NORM: Final = TensorForm(decode=_minus_offset, encode=_plus_offset)
-"""GGUF stores the factor itself, checkpoints subtract the family's offset."""
+"""GGUF stores the factor itself; checkpoints subtract the family's offset."""
 _PER_HEAD: Final = TensorForm(heads=0)
 _ROWS: Final = TensorForm(heads=0, wide=True)
 _ROWS_BEHIND_KEYS: Final = TensorForm(heads=0, wide=True, behind_keys=True)
@@ -193,7 +193,7 @@ _GROUPED: Final[Table] = {
        if key not in ("ssm_beta.weight", "ssm_alpha.weight")},
     "ssm_ba.weight": (_BETA_ALPHA.packed, _BETA_ALPHA)}
 _OLDER_GROUPED: Final[Table] = {"ssm_in.weight": (_QKVZ.packed, _QKVZ)}
-"""Layers of families with `gguf_grouped`, and a tensor of older files in place of attn_qkv and attn_gate."""
+"""Layers of families with `gguf_grouped`, and a tensor that older files have in place of attn_qkv and attn_gate."""
 _DENSE: Final[Table] = {
     "ffn_gate.weight": ("mlp.gate_proj.weight", PLAIN),
     "ffn_up.weight": ("mlp.up_proj.weight", PLAIN),
@@ -212,7 +212,7 @@ _SHARED: Final[Table] = {
     "ffn_down_shexp.weight": ("mlp.shared_expert.down_proj.weight", PLAIN),
 }
 ROPE_FACTORS: Final = "rope_freqs.weight"
-"""Divisors of the rotary frequencies, a part of the config."""
+"""Divisors of the rotary frequencies, a part of the canonical config."""
 _NEXTN: Final[Table] = {
     "nextn.eh_proj.weight": ("mtp.fc.weight", PLAIN),
     "nextn.enorm.weight": ("mtp.pre_fc_norm_embedding.weight", NORM),
@@ -221,7 +221,7 @@ _NEXTN: Final[Table] = {
     "nextn.embed_tokens.weight": ("mtp.embed_tokens.weight", PLAIN),
     "nextn.shared_head_head.weight": ("mtp.shared_head.head.weight", PLAIN),
 }
-"""Tensors of a multi-token-prediction head outside its layers. In files they belong to the first block after the
+"""Tensors of a multi-token-prediction head outside its layers. Files store them in the first block after the
 trunk's."""
 _FUSED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 """Parts of `attn_qkv.weight` in a block with full attention (a converter's option)."""
@@ -230,23 +230,23 @@ _FUSED_EXPERTS: Final = ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.we
 _OTHER_NAMES: Final[Mapping[str, str]] = {
     "ssm_dt": "ssm_dt.bias", "ssm_dt.weight": "ssm_dt.bias", "ssm_a.weight": "ssm_a",
     "ssm_ba_a.weight": "ssm_alpha.weight", "ssm_ba_b.weight": "ssm_beta.weight"}
-"""Names of other converters, such as Ollama's."""
+"""Tensor names of other converters, such as Ollama's."""
 _BUNDLED_HEAD: Final[Table] = {name: (name, PLAIN) for name, _ in _NEXTN.values()}
-"""Draft heads in Ollama's files have the names of checkpoints."""
+"""Draft heads in Ollama's files have the tensor names of checkpoints."""
 TOWER: Final = re.compile(r"(v|mm)\..+")
 """Tensors of a vision tower in a text model's file (`ollama`)."""
 EXPERT: Final = re.compile(r"(mtp\.layers\.\d{1,5}\.)mlp\.experts\.(\d{1,5})\.(gate|up|down)_proj\.weight")
-"""An expert's matrix in such a head."""
+"""Pattern of one expert's matrix in a draft head of Ollama's files."""
 _BLOCK_NAME: Final = re.compile(r"(blk|mtp\.layers)\.(0|[1-9]\d{0,4})\.([a-z0-9_.]+)")
 _LAYER_NAME: Final = re.compile(r"(model|mtp)\.layers\.(0|[1-9]\d{0,4})\.([A-Za-z0-9_.]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorTarget:
-    """Canonical meaning of a GGUF tensor.
+    """The canonical meaning of a GGUF tensor.
 
-    names: one name, or several whose rows follow each other (within each expert).
-    mtp: it belongs to the draft head (`mtp.`).
+    names: one canonical name, or several whose rows follow each other in the GGUF tensor (within each expert).
+    mtp: True if the tensor belongs to the draft head (`mtp.`).
     """
 
     names: tuple[str, ...]
@@ -276,8 +276,8 @@ def tensor_target(name: str, architecture: str, layers: Sequence[LayerType]) -> 
 
 
 def gguf_name(name: str, architecture: str, layers: Sequence[LayerType]) -> tuple[str, TensorForm]:
-    """Returns the GGUF name of a canonical tensor, of the trunk or the draft head (`mtp.`), and its form. Tensors that
-    share one in GGUF files (`TensorForm.packed`) have the same name.
+    """Returns the GGUF name and the form of a canonical tensor of the trunk or the draft head (`mtp.`). Tensors that
+    share one GGUF tensor (`TensorForm.packed`) have the same name.
 
     Raises ModelError for a name without GGUF equivalent.
     """
@@ -302,7 +302,7 @@ def _in_block(block: int, name: str, architecture: str, layers: Sequence[LayerTy
 
 
 def _table(block: int, architecture: str, layers: Sequence[LayerType]) -> Table:
-    """Returns the tensors of a block."""
+    """Returns the table of a block's tensors."""
     family = FAMILIES[architecture]
     table = {"attn_norm.weight": ("input_layernorm.weight", NORM),
              family.gguf_second_norm: ("post_attention_layernorm.weight", NORM)}
@@ -324,7 +324,7 @@ def _kind(block: int, layers: Sequence[LayerType]) -> LayerType:
 
 
 def _fused(block: int, name: str, architecture: str, layers: Sequence[LayerType]) -> tuple[str, ...]:
-    """Returns the parts of a fused tensor; empty for others."""
+    """Returns the parts of a fused tensor; empty for other tensors."""
     family = FAMILIES[architecture]
     if name == "attn_qkv.weight" and family.qk_norm and _kind(block, layers) == "full_attention":
         return _FUSED

@@ -7,8 +7,8 @@ the rounded weights refines it, and the best result is kept.
 The compiled kernels (csrc/quantize.cpp) are faster and bit-equal; this module is the fallback and the oracle. To agree,
 both add sums in an order that does not depend on the processor.
 
-With the importance of columns (`imatrix`) errors are weighted by it, except those of Q8_0. The kernels do not know that
-form. The scales of types of 32 weights are then searched, too.
+With the importance of columns (`imatrix`), errors are weighted by it, except those of Q8_0, and the scales of types of
+32 weights are searched, too. The kernels do not implement the weighted form.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _SYMMETRIC_STEPS: Final = np.linspace(-1.2, 1.2, 7).tolist()
 
 
 def quantize(values: Floats, type: BlockType, importance: Floats | None = None) -> Bytes:
-    """Quantizes a matrix: float32 [rows, n] -> uint8 [rows, n / type.weights * type.nbytes]. importance: positive
-    weights of the errors of each column, float32 [n].
+    """Quantizes a matrix: float32 [rows, n] -> uint8 [rows, n / type.weights * type.nbytes]. importance: the positive
+    weight of each column's errors, float32 [n].
 
     Raises ModelError if n is no multiple of the block, the type cannot be written, or values are too large or NaN.
     """
@@ -89,7 +89,7 @@ def _quantize_piece(name: str, type: BlockType, rows: torch.Tensor, importance: 
 
 
 def _encode(values: Floats, type: BlockType, importance: Floats | None = None) -> Bytes:
-    """Quantizes without the compiled kernels. importance: of each value."""
+    """Quantizes without the compiled kernels. importance: weight of each value's error."""
     x = values.reshape(-1, type.weights)
     fields = (_ENCODERS[type.name](x) if importance is None
               else _WEIGHTED[type.name](x, importance.reshape(-1, type.weights)))
@@ -104,7 +104,7 @@ Fields = Mapping[str, NDArray[Any]]
 
 
 def _check_range(values: Floats, type: BlockType) -> None:
-    """Raises ModelError for values beyond float16, the type of values or scales."""
+    """Raises ModelError for values beyond the range of float16, the type of the values or scales."""
     largest = float(np.maximum(values.max(initial=0.0), -values.min(initial=0.0)))
     if not largest <= _FLOAT16_MAX:
         raise ModelError(f"it has values that {type.name} cannot hold ({largest:g}); use {' or '.join(_ANY_VALUE)}")
@@ -124,7 +124,7 @@ def _inverse(scale: Floats) -> Floats:
 
 
 def _first(x: Floats, index: NDArray[np.intp]) -> Floats:
-    """Returns the weight of each row at `index`, the first of equal ones, [n, 1]."""
+    """Returns the value of each row at `index`; the first one if several are equal, [n, 1]."""
     return np.take_along_axis(x, index[:, None], axis=1)
 
 
@@ -190,7 +190,7 @@ def _above_minimum_weighted(x: Floats, importance: Floats, bits: int) -> Fields:
 
 
 def _float16(x: Floats) -> Floats:
-    """Rounds to what a block can hold."""
+    """Rounds to float16, the precision of a block's scales."""
     return x.astype(np.float16).astype(np.float32)
 
 
@@ -225,7 +225,7 @@ def _twelve_bytes(scales: Bytes, minima: Bytes) -> Bytes:
 
 
 def _weights(x: Floats, importance: Floats | None = None) -> Floats:
-    """Returns the weights of squared errors: larger for larger values, and for those of important columns."""
+    """Returns the weights of squared errors: larger for larger values and for important columns."""
     weights: Floats = np.abs(x) + np.sqrt(_sum(x * x) / np.float32(x.shape[1]))
     return weights if importance is None else weights * importance.reshape(x.shape)
 
@@ -315,5 +315,5 @@ _WEIGHTED: Final[Mapping[str, Callable[[Floats, Floats], Fields]]] = {
     "Q5_K": partial(_with_minima, bits=5),
     "Q6_K": _q6_k,
 }
-"""Encoders that know the importance of each value. With the largest value exact, Q8_0 has no search."""
+"""Encoders that use the importance of each value. Q8_0 keeps the largest value exact and needs no search."""
 _LAYOUTS: Final = {**LAYOUTS, **four_bits.LAYOUTS}

@@ -19,14 +19,14 @@ from deltic.config.families import SPLITTERS, splitter_of
 from deltic.errors import ModelError, show
 
 _MAX_MERGED: Final = 1024
-"""Maximum characters of a merged token, because every split of it is tried. Known ones have some dozens."""
+"""Maximum characters of a merged token, because every split of it is tried. Known tokens have some dozens."""
 VARIABLES: Final[Mapping[str, str]] = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "seperator": "sep_token", "padding": "pad_token",
     "mask": "mask_token"}
 """Special tokens: name in keys -> name in templates."""
 ENDS: Final = ("eos", "eot", "eom")
 END_TEXTS: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>")
-"""Control tokens that end an answer in every model that has them."""
+"""Control tokens that end an answer in every model whose vocabulary contains them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class TokenizerTexts:
     """The tokenizer files of a directory, as in `deltic.chat.tokenizer.TokenizerFiles`.
 
     tokenizer: text of tokenizer.json.
-    special_tokens: template variables (`eos_token` ...) and their text.
+    special_tokens: template variables (`eos_token` ...) and the text of each.
     templates: chat templates by name.
     """
 
@@ -58,7 +58,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> TokenizerTexts:
 
 
 def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the ids of tokens that end an answer: named ones and known control tokens."""
+    """Returns the ids of tokens that end an answer: end tokens named by the metadata and known control tokens."""
     if "tokenizer.ggml.tokens" not in metadata:
         return ()
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
@@ -69,7 +69,7 @@ def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _tokenizer_json(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
-    """Returns a tokenizer.json."""
+    """Builds the content of a tokenizer.json."""
     model = metadata.get("tokenizer.ggml.model")
     name = metadata.get("tokenizer.ggml.pre")
     others = {"llama": _sentencepiece, "bert": wordpiece, "t5": unigram}
@@ -98,8 +98,8 @@ def _tokenizer_json(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
-    """Returns a tokenizer.json of a SentencePiece BPE: spaces become U+2581, unknown characters become bytes. The pair
-    whose token has the highest score is merged first."""
+    """Builds a tokenizer.json for a SentencePiece BPE: spaces become U+2581, unknown characters become bytes. Pairs are
+    merged in the order of their token's score, highest first."""
     scores = token_scores(metadata, len(tokens))
     types = token_types(metadata, len(tokens))
     bare = metadata.get("tokenizer.ggml.add_space_prefix") is False
@@ -143,8 +143,8 @@ def _vocabulary(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
 
 
 def _merges(metadata: Mapping[str, Any]) -> Sequence[str | list[str]]:
-    """Returns the merges as older tokenizer.json files have them, both tokens in one text: lists would take a second
-    and 100 MiB."""
+    """Returns the merges in the form of older tokenizer.json files, both tokens in one string: lists would take a
+    second and 100 MiB more."""
     merges = _strings(metadata, "tokenizer.ggml.merges")
     wrong = next((merge for merge in merges if merge.count(" ") != 1 or merge[0] == " " or merge[-1] == " "), None)
     if wrong is not None:
@@ -173,7 +173,7 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[
 
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the chat templates; the unnamed one is the default."""
+    """Returns the chat templates by name; the unnamed template is the default."""
     names = metadata.get("tokenizer.chat_templates", [])
     keys = {"default": "tokenizer.chat_template",
             **{str(name): f"tokenizer.chat_template.{name}" for name in (names if isinstance(names, list) else [])}}
@@ -197,7 +197,7 @@ def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
 SPACE: Final = "\u2581"
 """Prefix of the first token of a word."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Token types."""
+"""Token types in the metadata."""
 
 
 def token_types(metadata: Mapping[str, Any], count: int) -> list[int]:
@@ -225,14 +225,14 @@ def token_id(metadata: Mapping[str, Any], kind: str, count: int) -> int | None:
 
 
 def added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
-    """Returns the tokens that are matched before splitting; special ones are omitted from decoded text."""
+    """Returns the tokens that are matched before splitting. Special tokens are omitted from decoded text."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [{"id": id, "content": text, **flags, "special": types[id] != USER_DEFINED}
             for id, text in enumerate(tokens) if types[id] in (UNKNOWN, CONTROL, USER_DEFINED)]
 
 
 def wordpiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
-    """Converts WordPiece. GGUF marks tokens at the start of words, tokenizer.json the others."""
+    """Converts WordPiece. GGUF marks the tokens that start a word, tokenizer.json marks the others."""
     types, vocabulary = token_types(metadata, len(tokens)), dict[str, int]()
     for id, text in enumerate(tokens):
         if types[id] == NORMAL:
@@ -283,8 +283,8 @@ def _required_token(metadata: Mapping[str, Any], tokens: Sequence[str], kind: st
 
 
 def _word_post_processor(metadata: Mapping[str, Any], tokens: Sequence[str], start: str, end: str) -> dict[str, Any]:
-    """Returns the post-processor that adds the tokens around a text. Between two texts BERT has one, RoBERTa two. For
-    BERT the second text has type id 1."""
+    """Returns the post-processor that adds the start and end tokens of a text. Between two texts BERT has one end
+    token, RoBERTa two. For BERT the second text has type id 1."""
     first = _find_special(metadata, tokens, ("cls", "bos"), start)
     last = _find_special(metadata, tokens, ("seperator", "eos"), end)
     if first is None or last is None:
@@ -304,7 +304,7 @@ def _word_post_processor(metadata: Mapping[str, Any], tokens: Sequence[str], sta
 
 
 def _find_special(metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[str], usual: str) -> int | None:
-    """Returns the id of the first special token that the metadata names, else of the usual one."""
+    """Returns the id of the first special token that the metadata names, or else the id of `usual`."""
     for kind in kinds:
         id = token_id(metadata, kind, len(tokens))
         if id is not None:

@@ -37,8 +37,8 @@ _DEFAULT_TEMPLATE: Final = "default"
 
 
 def config_to_gguf(config: ModelConfig) -> dict[str, Any]:
-    """Returns the metadata of a model's shape for `config_from_gguf`. Rotary divisors that differ are a tensor
-    (`names.ROPE_FACTORS`)."""
+    """Returns the metadata of a model's shape for `config_from_gguf`. Rotary divisors that differ from each other are a
+    tensor (`names.ROPE_FACTORS`)."""
     architecture = FAMILIES[config.architecture].gguf
     heads = config.num_mtp_layers
     keys: dict[str, Any] = {
@@ -69,7 +69,7 @@ def config_to_gguf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _yarn(yarn: Yarn) -> dict[str, Any]:
-    """llama.cpp multiplies the attention factor that follows from the scaling factor by its key."""
+    """llama.cpp multiplies the attention factor derived from the scaling factor by the factor in its key."""
     if not yarn.truncate:
         raise ModelError("GGUF files cannot store YaRN without whole dimensions (truncate false)")
     more = {"attn_factor": yarn.attention_factor / mscale(yarn.factor), "yarn_beta_fast": yarn.beta_fast,
@@ -89,7 +89,7 @@ def _experts(experts: ExpertsConfig) -> dict[str, Any]:
 
 
 def _layer_kinds(kinds: Sequence[str], heads: int) -> dict[str, Any]:
-    """Returns the kinds of layers, and their interval if there is one. Blocks of the `heads` come last."""
+    """Returns the kinds of layers, and their interval if the pattern is regular. Blocks of the `heads` come last."""
     recurrent = [kind == "linear_attention" for kind in kinds]
     interval = recurrent.index(False) + 1 if False in recurrent else len(kinds) + 1
     regular = recurrent == [(index + 1) % interval != 0 for index in range(len(kinds))]
@@ -175,8 +175,8 @@ def _token_type(id: int, names: Mapping[int, str], added: Mapping[int, Mapping[s
 
 def _special_ids(texts: TokenizerTexts, names: Mapping[int, str], config: ModelConfig,
                  ends: Sequence[int]) -> dict[str, int]:
-    """Returns the ids of special tokens: the tokenizer's, else the config's. End tokens that readers recognise by their
-    text are named as eos only."""
+    """Returns the ids of special tokens: the tokenizer's, or else the config's. Among end tokens that readers recognise
+    by their text, only `eos` is named."""
     by_text = {text: id for id, text in names.items()}
     fallback = {"bos": config.bos_token_id, "padding": config.pad_token_id, "eos": next(iter(ends), None)}
     found = {kind: by_text.get(texts.special_tokens.get(name, ""), fallback.get(kind))
@@ -187,7 +187,7 @@ def _special_ids(texts: TokenizerTexts, names: Mapping[int, str], config: ModelC
 
 
 def _added_tokens(tokenizer: Mapping[str, Any], texts: TokenizerTexts) -> dict[str, bool]:
-    """Returns whether the tokenizer adds bos and eos tokens around a raw prompt."""
+    """Returns two flags: True if the tokenizer adds bos, or eos, tokens around a raw prompt."""
     processor = tokenizer.get("post_processor") or {}
     parts: list[Mapping[str, Any]] = [processor, *processor.get("processors", ())]
     steps: list[Mapping[str, Any]] = next((part["single"] for part in parts if part.get("single")), [{}])
@@ -212,7 +212,7 @@ _ARRAY: Final = 9
 _NUMBERS: Final[Mapping[str, int]] = {
     "uint8": 0, "int8": 1, "uint16": 2, "int16": 3, "uint32": 4, "int32": 5, "float32": 6, "uint64": 10, "int64": 11,
     "float64": 12}
-"""numpy type -> type in files."""
+"""numpy type -> type number in files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,7 @@ def _header(metadata: Mapping[str, Any], tensors: Sequence[NewTensor]) -> bytes:
 
 
 def _entry(tensor: NewTensor, offset: int) -> bytes:
-    """Returns a tensor's entry. Files have the length of rows first."""
+    """Returns a tensor's entry in the header. Files list the length of rows first."""
     dimensions = b"".join(map(_u64, reversed(tensor.shape)))
     return _string(tensor.name) + _u32(len(tensor.shape)) + dimensions + _u32(tensor.type.id) + _u64(offset)
 
@@ -307,7 +307,7 @@ _SINGLE: Final[Mapping[type, Callable[[Any], tuple[int, bytes]]]] = {
     float: lambda value: (6, np.float32(value).tobytes()),
     str: lambda value: (8, _string(value)),
 }
-"""Python type -> encoder, which returns type and bytes."""
+"""Python type -> encoder that returns type and bytes."""
 
 
 def _value(value: Any) -> tuple[int, bytes]:
