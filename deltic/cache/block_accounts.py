@@ -9,13 +9,13 @@
                |                       | in use      |   tree (yet)                           |
                |<------ evictable ---->|<----------------- not evictable -------------------->|
 
-    slots:       free, or of one owner: a sequence (its state, and those that steps write for checkpoints), a snapshot
-                 or a checkpoint
-    delta logs:  free, or a sequence's
+    slots:       each is free or has one owner: a sequence (for its state and for the states that steps write for
+                 checkpoints), a snapshot or a checkpoint
+    delta logs:  each is free or belongs to one sequence
 
-A full page never changes, so that it may have many owners. A partial page has one owner, and is copied for another one.
-A sequence that resumes at a checkpoint uses its full pages without being their owner: the tree keeps the node for it.
-Copies are queued: the order of the queue is right although units change hands at once (`operations`).
+A full page never changes, so it may have many owners. A partial page has one owner; another owner gets a copy. A
+sequence that resumes at a checkpoint uses the full pages without owning them: the tree keeps the node for it. Copies
+are queued, while units change owners at once; the order of the queue keeps this correct (`operations`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Owner = TypeVar("Owner", SequenceCache, CacheSnapshot)
 
 
 class BlockAccounts:
-    """Pools, tree, sequences and snapshots by slot."""
+    """The pools, the prefix tree, and the registered sequences and snapshots (keyed by slot)."""
 
     def __init__(self, sizes: PoolSizes, queue: OperationQueue) -> None:
         self.units = sizes.units()
@@ -53,7 +53,7 @@ class BlockAccounts:
         return [*self.sequences.values(), *self.snapshots.values()]
 
     def add(self, owner: Owner) -> Owner:
-        """Registers a sequence or snapshot whose units were taken."""
+        """Registers a sequence or snapshot after its units were taken from the pools."""
         if isinstance(owner, SequenceCache):
             self.sequences[owner.slot] = owner
         else:
@@ -64,7 +64,7 @@ class BlockAccounts:
         del (self.sequences if isinstance(owner, SequenceCache) else self.snapshots)[owner.slot]
 
     def owns(self, owner: SequenceCache | CacheSnapshot) -> bool:
-        """True if a sequence or snapshot belongs to these accounts and was not released."""
+        """Returns True if a sequence or snapshot belongs to these accounts and was not released."""
         return self.sequences.get(owner.slot) is owner or self.snapshots.get(owner.slot) is owner
 
     def check_owner(self, owner: SequenceCache | CacheSnapshot) -> None:
@@ -72,13 +72,13 @@ class BlockAccounts:
 
     @property
     def held_slots(self) -> int:
-        """Slots that the tree does not own."""
+        """Number of slots that sequences and snapshots own."""
         return len(self.owners) + sum(len(cache.checkpoint_slots) for cache in self.sequences.values())
 
     def attainable(self, pages: int, slots: int = 0, spared: Iterable[int] = (), keeping: bool = False) -> int:
-        """Returns the number of free pages after taking `slots` slots and evicting all of the tree except locked
-        checkpoints and the pages `spared`; exact only below `pages`. Negative if the slots do not fit. keeping: as in
-        `make_room`."""
+        """Returns the number of pages that are free after taking `slots` slots and evicting the whole tree except
+        locked checkpoints and the pages `spared`. If at least `pages` are free, the result may be too low, but not
+        below `pages`. Negative if the slots do not fit. keeping: as in `make_room`."""
         free = self.units.free_pages(slots)
         if free >= pages:
             return free
@@ -92,9 +92,9 @@ class BlockAccounts:
         return room - len({*spared, *(page for owner in owners for page in owner.pages)})
 
     def make_room(self, pages: int, slots: int = 0, keeping: bool = False) -> bool:
-        """Evicts prefixes until so many pages and slots are free. Returns True if all are. If not even an empty tree
-        leaves them, as many pages as can be are free; with slots, nothing is evicted. keeping: for a checkpoint, as in
-        `PrefixTree.evict`. Otherwise states that are not in the tree yet go before what a checkpoint must not evict."""
+        """Evicts prefixes until `pages` pages and `slots` slots are free; returns True if they are. If an empty tree
+        would not suffice: frees what it can, or, with slots, evicts nothing. keeping: the room is for a checkpoint
+        (`PrefixTree.evict`). Otherwise states not yet in the tree are dropped before what `keeping` protects."""
         wanted = min(pages, self.attainable(pages, slots, keeping=keeping))
         if slots and wanted < pages:
             return False
@@ -105,8 +105,8 @@ class BlockAccounts:
         return self.units.free_pages(slots) >= pages
 
     def drop_checkpoint(self, slots: int = 0) -> bool:
-        """Frees a slot for a state that is not in the tree yet, of the youngest sequence that has one. Returns False if
-        there is none, or if neither `slots` slots are short nor pages can take its place."""
+        """Frees a slot reserved for a checkpoint that is not in the tree yet, of the youngest sequence that has one.
+        Returns False if there is none, or if it would not help: `slots` slots are free and pages cannot use it."""
         if not isinstance(self.units, SharedUnits) and self.units.free_pages(slots) >= 0:
             return False
         for cache in reversed(self.sequences.values()):
@@ -117,8 +117,8 @@ class BlockAccounts:
         return False
 
     def take_slot(self, held: PageList | None = None, keeping: bool = False) -> int | None:
-        """Takes a slot, evicting prefixes for it; None if there is none even so. Pages may move for it. held: further
-        pages, whose numbers follow. keeping: as in `PrefixTree.evict`."""
+        """Takes a slot, evicting prefixes if needed; returns None if none can be freed. Pages may move to other frames:
+        then all owners, the tree and `held` (a further page list) are renumbered. keeping: as in `PrefixTree.evict`."""
         if not self.make_room(0, slots=1, keeping=keeping):
             return None
         slot, moved = self.units.take_slot()
@@ -132,9 +132,9 @@ class BlockAccounts:
 
     def forks(self, source: SequenceCache | CacheSnapshot, count: int, keys: MutableSequence[int] | None = None,
               keeping: bool = False) -> list[SequenceCache]:
-        """Returns so many new sequence caches at the source's position; none if pages or slots are short. keys: a list
-        that begins with the source's keys; by default each has a copy of them. Shared pages are counted once. keeping:
-        as in `PrefixTree.evict`."""
+        """Returns `count` new sequence caches at the source's position; an empty list if pages or slots are short. The
+        forks share the full pages. keys: a list that begins with the source's keys; by default each fork gets a copy of
+        them. keeping: as in `PrefixTree.evict`."""
         self.check_owner(source)
         found = list[SequenceCache]()
         for slot, pages in self.take_copies(source.pages, source.done, count, keeping):
@@ -147,8 +147,8 @@ class BlockAccounts:
 
     def take_copies(self, pages: PageList, done: int, count: int = 1, keeping: bool = False
                     ) -> list[tuple[int, PageList]]:
-        """Takes so many slots, each with pages as `share_pages` takes them; none, and no change, if something is
-        short."""
+        """Takes `count` slots, each with a page list from `share_pages`. Returns an empty list, and changes nothing, if
+        slots or pages are short."""
         if not self.make_room(count * bool(done % PAGE), slots=count, keeping=keeping):
             return []
         slots = [slot for _ in range(count) if (slot := self.take_slot(pages)) is not None]
@@ -158,8 +158,8 @@ class BlockAccounts:
         return [*zip(slots, shared, strict=False)]
 
     def share_pages(self, pages: Sequence[int], done: int, count: int = 1) -> list[PageList]:
-        """Adds `count` owners to the full pages below `done` and copies the partial one for each. Returns the pages of
-        each; none, and no change, if pages for the copies are short."""
+        """Adds `count` owners to the full pages below `done` and copies the partial page for each. Returns one page
+        list per owner. Returns an empty list, and changes nothing, if pages for the copies are short."""
         full, rest = divmod(done, PAGE)
         shared = pages[:full]
         self.pages.share(shared, count)
@@ -176,14 +176,14 @@ class BlockAccounts:
         return found
 
     def release_pages(self, owner: SequenceCache | CacheSnapshot, kept: int | None = None) -> None:
-        """Gives up the pages of a sequence or snapshot, but for one that the tree has taken over."""
+        """Releases the pages of a sequence or snapshot, except the page `kept`, which the tree has taken over."""
         self.pages.release(page for page in owner.own_pages if page != kept)
         if isinstance(owner, SequenceCache) and owner.lender:
             self.tree.leave(owner.lender)
             owner.lender = None
 
     def own_page(self, page: int) -> int | None:
-        """Takes a copy of a page for a checkpoint; None if no page is free."""
+        """Takes a page for a checkpoint and queues a copy of `page` to it. Returns None if no page is free."""
         self.make_room(1, keeping=True)
         own = self.pages.take()
         if own is None:
@@ -192,7 +192,7 @@ class BlockAccounts:
         return own[0]
 
     def copy_state(self, source: SequenceCache | CacheSnapshot, target: int) -> None:
-        """Copies the state of all committed tokens to a slot, which may be the source's own."""
+        """Queues a copy of the state at the cursor to a slot. For the source's own slot, only flushes its delta log."""
         if source.slot != target:
             self.queue.append(CopySlot(source.slot, target))
         if isinstance(source, SequenceCache) and source.unflushed:
@@ -200,7 +200,7 @@ class BlockAccounts:
             self.queue.append(FlushDeltaLog(target, source.delta_log, source.base, source.done))
 
     def check(self) -> None:
-        """Asserts that free, owned and kept units are all there are, and that no page that will change is shared."""
+        """Asserts that free, owned and kept units add up to the pools, and that no page that will change is shared."""
         owners, sequences = self.owners, self.sequences.values()
         checkpoint_slots = [slot for cache in sequences for slot in cache.checkpoint_slots.values()]
         self.slots.check([*(owner.slot for owner in owners), *checkpoint_slots, *self.tree.owned_slots()])
@@ -219,7 +219,7 @@ class BlockAccounts:
 
 class StateSlots:
     def __init__(self, accounts: BlockAccounts, recurrent: bool) -> None:
-        """recurrent: False if the model has no recurrent layers, so that delta logs are not needed."""
+        """recurrent: False if the model has no recurrent layers and thus needs no delta logs."""
         self._accounts, self._recurrent = accounts, recurrent
 
     def attach_delta_log(self, cache: SequenceCache) -> bool:
@@ -230,24 +230,24 @@ class StateSlots:
         return self.may_defer(cache)
 
     def may_defer(self, cache: SequenceCache) -> bool:
-        """True if a step may leave the state as it is: the sequence has a delta log, or the model no states."""
+        """Returns True if a step need not write the state: the sequence has a delta log, or the model has no states."""
         return cache.delta_log is not None or not self._recurrent
 
     def flush(self, cache: SequenceCache) -> None:
-        """Advances the state in the slot to the cursor, so that the delta log is empty."""
+        """Advances the state in the slot to the cursor, which empties the delta log."""
         self._accounts.copy_state(cache, cache.slot)
         cache.unflushed = 0
 
     def queue_flush(self, cache: SequenceCache, base: int, done: int) -> None:
-        """Advances the state to `done` committed tokens, from the `base` tokens that it stands for after the step in
-        flight. The cursor and base of the cache are not changed: `commit` sets them."""
+        """Advances the state from `base` to `done` committed tokens. base: number of tokens that the state covers after
+        the step in flight. Does not change the cursor and base of the cache: `commit` sets them."""
         assert done <= cache.done, "a state is brought to tokens that may not stay"
         if self._recurrent and base < done:
             assert cache.delta_log is not None
             self._accounts.queue.append(FlushDeltaLog(cache.slot, cache.delta_log, base, done))
 
     def swap(self, first: SequenceCache, second: SequenceCache) -> None:
-        """Exchanges the slots of two sequences: a step wrote the first one's state into the second one's slot."""
+        """Swaps the slots of two sequences, after a step wrote the first one's state into the second one's slot."""
         first.slot, second.slot = second.slot, first.slot
         self._accounts.sequences[first.slot] = first
         self._accounts.sequences[second.slot] = second

@@ -6,30 +6,30 @@ import heapq
 from collections.abc import Iterable
 
 _SORT_FACTOR = 64
-"""Sorting all free units is quicker than popping one in so many of them."""
+"""Sorting all free units is faster than popping more than one in this many of them from the heap."""
 
 
 class BlockPool:
-    """Units 0 .. size - 1. The lowest free unit is taken first, so that units in use stay dense and often consecutive.
-    Units that were never taken cost no time."""
+    """Counts the owners of units 0 .. size - 1. Takes the lowest free unit first, so that units in use stay dense and
+    often consecutive. Units that were never taken cost no time."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size
-        self._owners = list[int]()  # of the units that were taken once: the first ones
-        self._free = list[int]()  # a heap of those that were released
+        self._owners = list[int]()  # numbers of owners of the units that were ever taken, which are the first ones
+        self._free = list[int]()  # a heap of released units
 
     @property
     def free(self) -> int:
-        """Units that can be taken now."""
+        """Number of units that can be taken now."""
         return len(self._free) + self.size - len(self._owners)
 
     @property
     def used(self) -> int:
-        """Units that have owners."""
+        """Number of units that have owners."""
         return self.size - self.free
 
     def take(self, count: int = 1) -> list[int] | None:
-        """Takes `count` units; None, and no change, if there are not so many."""
+        """Takes `count` units. Returns None, and changes nothing, if fewer are free."""
         if count > self.free:
             return None
         released, first = min(count, len(self._free)), len(self._owners)
@@ -45,14 +45,14 @@ class BlockPool:
         return [*units, *range(first, first + new)]
 
     def share(self, units: Iterable[int], more: int = 1) -> None:
-        """Adds owners to each unit."""
+        """Adds `more` owners to each unit."""
         owners = self._owners
         for unit in units:
             assert unit < len(owners) and owners[unit], f"{self.name} {unit} is shared but has no owner"
             owners[unit] += more
 
     def release(self, units: Iterable[int]) -> None:
-        """Removes an owner from each unit; units without owners are free."""
+        """Removes an owner from each unit; a unit without owners becomes free."""
         for unit in units:
             assert self.owned(unit), f"{self.name} {unit} is released but has no owner"
             self._owners[unit] -= 1
@@ -63,11 +63,11 @@ class BlockPool:
         return unit < len(self._owners) and self._owners[unit] > 0
 
     def alone(self, units: Iterable[int]) -> bool:
-        """Returns True if each unit has one owner."""
+        """Returns True if each unit has exactly one owner."""
         return all(self.owned(unit) and self._owners[unit] == 1 for unit in units)
 
     def check(self, owned: Iterable[int]) -> None:
-        """Asserts that `owned` (a unit once per owner) and the free units are all there are."""
+        """Asserts that `owned` (each unit once per owner) and the free units add up to the whole pool."""
         counts = [0] * len(self._owners)
         for unit in owned:
             assert unit < len(counts), f"{self.name} {unit} is owned, but was never taken"

@@ -1,17 +1,17 @@
 """Frames: memory that holds either one state or some pages, and changes between the two at run time. No torch.
 
-Both pools of the cache are views of one block of memory, and kernels find a unit by a base address and a number:
+The pools of pages and of slots are views of one block of memory. Kernels find a unit by a base address and a number:
 
     block        [ frame 0        ][ frame 1        ][ frame 2        ] ...
     as states    [ slot 0         ][ slot L         ][ slot 2 L       ]        L layers: slots are L numbers apart
     as pages     [ 0 1 2 ... n-1  ][ P ... P+n-1    ][ 2 P ...        ]        P pages of one tensor fill a frame
 
-Layer l of the state tensor begins l states after the block, so that slot f * L has all its layers in frame f. Part t of
-the K/V (keys and values of each attention layer) begins t * n pages after the block, so that the n pages from P * f on
-have all their parts in frame f. Addresses never change; the accounts see to it that a frame has one role at a time.
+Layer l of the state tensor begins l states after the start of the block, so that all layers of slot f * L lie in frame
+f. Part t of the K/V (keys or values of one attention layer) begins t * n pages after the start, so that all parts of
+the n pages from P * f on lie in frame f. Addresses never change; the accounts give each frame one role at a time.
 
-Slots take the lowest frames and pages the highest ones. If no frame is free for a slot although pages have room
-elsewhere, the pages of the emptiest frame move there.
+Slots take the lowest frames, pages the highest ones. If a slot finds no free frame although the pages fit into fewer
+frames, the pages of the emptiest frame move to free pages of others.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from deltic.cache.block_pool import BlockPool
 @dataclass(frozen=True, slots=True)
 class FrameLayout:
     """size: bytes of a frame.
-    pages: how many it holds.
-    page_step: bytes between pages of consecutive numbers in one tensor.
-    slot_step: numbers between the slots of consecutive frames.
-    side: bytes of a slot that lie elsewhere and never change hands, such as convolution inputs.
+    pages: number of pages that a frame holds.
+    page_step: bytes between two pages with consecutive numbers in one tensor.
+    slot_step: difference between the slot numbers of consecutive frames.
+    side: bytes of a slot outside of its frame that are never used by pages, such as convolution inputs.
     """
 
     size: int
@@ -45,7 +45,7 @@ class FrameLayout:
         return self.size + self.side
 
     def of_shards(self, count: int) -> FrameLayout:
-        """Returns the layout of so many shards together. Their units have the same numbers."""
+        """Returns the layout of `count` shards together, whose units have the same numbers."""
         return replace(self, size=count * self.size, page_step=count * self.page_step, side=count * self.side)
 
     def first_page(self, frame: int) -> int:
@@ -59,13 +59,13 @@ class FrameLayout:
 
 
 class FixedUnits:
-    """Pages and slots in memory of their own."""
+    """Pages and slots in separate memory."""
 
     def __init__(self, pages: int, slots: int) -> None:
         self.pages, self.slots = BlockPool("page", pages), BlockPool("slot", slots)
 
     def room(self, slots: int) -> int:
-        """Returns how many pages fit while `slots` slots are in use; negative if the slots do not fit."""
+        """Returns the number of pages that fit while `slots` slots are in use; negative if the slots do not fit."""
         return self.pages.size if slots <= self.slots.size else -1
 
     def free_pages(self, slots: int = 0) -> int:
@@ -73,8 +73,8 @@ class FixedUnits:
         return self.pages.free if slots <= self.slots.free else -1
 
     def take_slot(self) -> tuple[int, dict[int, int] | None]:
-        """Takes a slot, which must be free. Returns the pages that moved for it, by their old numbers; None if its
-        memory had no pages since it was last a slot."""
+        """Takes a slot; one must be free. Returns its number and the new numbers of the pages that moved for it, by old
+        ones; instead of these None, if the slot's memory held no pages since it was last a slot."""
         taken = self.slots.take()
         assert taken, "no slot is free"
         return taken[0], None
@@ -86,7 +86,7 @@ class SharedUnits:
     def __init__(self, layout: FrameLayout, frames: int, slots: int) -> None:
         self.layout, self.frames = layout, frames
         self.unused = [*range(frames)]  # ascending
-        self.had_pages = set[int]()  # frames that were no slot since
+        self.had_pages = set[int]()  # frames that held pages since they were last a slot
         self.pages, self.slots = FramePages(self), FrameSlots(self, min(slots, frames))
 
     def room(self, slots: int) -> int:
@@ -119,7 +119,7 @@ class FramePages:
         self._units, self._layout = units, units.layout
         self.size = units.frames * units.layout.pages
         self._owners = dict[int, int]()
-        self._holes = dict[int, list[int]]()  # by frame of pages: its free ones, ascending
+        self._holes = dict[int, list[int]]()  # free pages of each frame that holds pages, ascending
         self._open = list[int]()  # frames with free pages, ascending
 
     @property
@@ -128,11 +128,11 @@ class FramePages:
 
     @property
     def free(self) -> int:
-        """Pages that can be taken now."""
+        """Number of pages that can be taken now."""
         return max(self._units.free_pages(), 0)
 
     def take(self, count: int = 1) -> list[int] | None:
-        """As `BlockPool.take`, from the highest frames."""
+        """As `BlockPool.take`; takes pages of the highest frames first."""
         if count > self.free:
             return None
         taken = list[int]()
@@ -157,7 +157,7 @@ class FramePages:
             owners[page] += more
 
     def release(self, pages: Iterable[int]) -> None:
-        """As `BlockPool.release`. A frame without pages is unused."""
+        """As `BlockPool.release`. A frame becomes unused with the release of its last page."""
         for page in pages:
             assert page in self._owners, f"page {page} is released but has no owner"
             self._owners[page] -= 1
@@ -173,7 +173,7 @@ class FramePages:
         return all(self._owners.get(page) == 1 for page in pages)
 
     def vacate(self, below: int) -> dict[int, int]:
-        """Moves the pages of the emptiest frame `below` to others, which must have room. Returns the new numbers."""
+        """Moves the pages of the emptiest frame before `below` to other frames. Returns the new numbers by old ones."""
         frames = (frame for frame in self._holes if frame < below)
         frame = max(frames, key=lambda frame: (len(self._holes[frame]), -frame))
         holes = self._holes.pop(frame)
@@ -188,7 +188,7 @@ class FramePages:
         return dict(zip(old, new, strict=True))
 
     def check(self, owned: Iterable[int]) -> None:
-        """As `BlockPool.check`, also of the frames."""
+        """As `BlockPool.check`; also checks the roles of the frames."""
         counts = Counter(owned)
         wrong = [f"{page}: {counts[page]} found, {self._owners.get(page, 0)} known"
                  for page in sorted({*counts, *self._owners}) if counts[page] != self._owners.get(page, 0)]
@@ -220,7 +220,7 @@ class FramePages:
 
 
 class FrameSlots:
-    """The slots of frames, with the methods of a `BlockPool` but `share`."""
+    """The slots of frames, with the methods of a `BlockPool` except `share`."""
 
     name = "slot"
 
@@ -234,12 +234,12 @@ class FrameSlots:
 
     @property
     def frames(self) -> list[int]:
-        """Those that are slots."""
+        """The frames that are slots now."""
         return [slot // self._units.layout.slot_step for slot in self._owned]
 
     @property
     def free(self) -> int:
-        """Slots that can be taken now, if pages move."""
+        """Number of slots that can be taken now, including those for which pages must move."""
         pages = self._units.layout.frames_for(self._units.pages.used)
         return min(self.size, self._units.frames - pages) - self.used
 

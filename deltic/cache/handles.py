@@ -1,4 +1,4 @@
-"""What sequences own in the cache. Read it freely; only the manager and its parts change it."""
+"""Records of what sequences own in the cache. Any module may read them; only the manager and its parts change them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deltic.params import PAGE
 
 
 class PageList(list[int]):
-    """The pages of a sequence. version: grows when entries change, not when the list becomes longer."""
+    """The page numbers of a sequence. version: grows when existing entries change, not when pages are appended."""
 
     __slots__ = ("version",)
 
@@ -22,7 +22,7 @@ class PageList(list[int]):
         self.version = 0
 
     def renumber(self, moved: Mapping[int, int]) -> None:
-        """Replaces the numbers of pages that have moved."""
+        """Replaces the numbers of moved pages. moved: new numbers by old ones."""
         if not moved.keys().isdisjoint(self):
             self[:] = [moved.get(page, page) for page in self]
             self.version += 1
@@ -32,23 +32,23 @@ class PageList(list[int]):
 class SequenceCache:
     """The units of one running sequence.
 
-    slot: of its recurrent state.
-    pages: of its K/V; they cover `covered` tokens.
-    keys: the keys of its tokens (`Prompt.keys`), the very list that the sequence appends to.
-    done: the cursor: K/V and state of so many tokens are committed.
-    logits: of the last token where the sequence started, if known.
-    source: name of the tier that it started from, if any.
-    shared: tokens of K/V that the tree had of its prompt.
-    checkpoint_slots: by position, slots that steps write the state at that position to.
-    likely_resume: positions where following prompts are likely to resume.
-    guarded: checkpoints that the sequence would return to.
+    slot: slot of its recurrent state.
+    pages: pages of its K/V; they cover `covered` tokens.
+    keys: keys of its tokens (`Prompt.keys`): the same list object that the engine's sequence appends to.
+    done: the cursor: number of tokens with committed K/V and state.
+    logits: logits after the last token of the position where it started, if known.
+    source: name of the tier that it was loaded from; empty if none.
+    shared: number of tokens of its prompt with K/V in the tree at admission.
+    checkpoint_slots: slots into which steps write states for checkpoints, by position.
+    likely_resume: positions where later prompts are likely to resume.
+    guarded: checkpoints to which the sequence would return after a preemption.
     delta_log: its state delta log, if it has one.
-    unflushed: committed tokens that are in the delta log and not in the state.
-    prompt: the first keys once more, as an array that never changes and is quickly sliced.
+    unflushed: number of committed tokens that are in the delta log and not in the state.
+    prompt: a copy of the first keys, as an array that never changes and is fast to slice.
     node: a node of the tree on the path of the keys.
     line: the conversation that it belongs to, if known.
     resumed: the checkpoint where it started, if any.
-    lender: the node of that checkpoint, up to which the tree owns the pages for it.
+    lender: the node of that checkpoint. The tree owns the pages up to this node on behalf of the sequence.
     """
 
     slot: int
@@ -71,7 +71,7 @@ class SequenceCache:
 
     @property
     def own_pages(self) -> list[int]:
-        """The pages that it is an owner of."""
+        """The pages that it owns itself, without those that the tree owns for it."""
         return self.pages[self.lender.depth:] if self.lender else self.pages
 
     def prefix(self, done: int) -> array[int]:
@@ -86,7 +86,7 @@ class SequenceCache:
 
     @property
     def base(self) -> int:
-        """Tokens that the state in the slot stands for."""
+        """Number of tokens that the state in the slot covers."""
         return self.done - self.unflushed
 
     @property
@@ -96,8 +96,8 @@ class SequenceCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheSnapshot:
-    """A position that sequences can return to: keys, which do not change, pages and a copy of the state. logits: of the
-    last token. line: the conversation that it belongs to."""
+    """A position to which sequences can return: fixed keys, their pages and a copy of the state. logits: logits after
+    the last token, if known. line: the conversation that it belongs to, if known."""
 
     slot: int
     pages: PageList
@@ -121,8 +121,8 @@ class CacheSnapshot:
 
 @dataclass(slots=True, eq=False)
 class PreemptedState:
-    """The checkpoints that a preempted sequence would return to, the number of pages that it had, its line, and the
-    checkpoint where it goes on."""
+    """A preempted sequence. guarded: checkpoints to which it would return. pages: number of pages that it had. line:
+    its line. end: the checkpoint where it resumes, if its prefix was kept."""
 
     guarded: list[Checkpoint]
     pages: int

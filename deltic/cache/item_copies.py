@@ -1,7 +1,7 @@
 """Copies of prefixes between the pools and the items of the tiers.
 
-Items are whole, however many devices share the pools: they are joined from the parts that shards have when they are
-stored, and each shard takes its part when they are restored.
+Items are whole, however many devices share the pools: storing joins the parts of all shards, and restoring gives each
+shard its part.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("deltic")
 
 _SPANS = 32
-"""A prefix from a tier is copied span by span to at most so many spans of the pool, and else by an index."""
+"""A prefix from a tier is copied span by span to up to this many spans of the pool, and to more by an index."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """The part of an item's tensor that one shard has.
+    """The part of an item's tensor that one shard stores.
 
-    shape: sizes of the tensor's last dimensions. The first of them is split; `ranges` count them as one dimension.
+    shape: sizes of the tensor's last dimensions. The first of them is split; `ranges` index all of them, flattened.
     ranges: start and end of each range of the shard, in the shard's order.
     """
 
@@ -53,7 +53,7 @@ class TensorPart:
         return part.view(*part.shape[:-1], -1, *self.shape[1:])
 
     def put(self, part: Tensor, whole: Tensor) -> None:
-        """Copies the part to its places in a whole tensor, which is contiguous."""
+        """Copies the part to its places in a whole tensor, which must be contiguous."""
         found = part.flatten(-len(self.shape)).split([end - start for start, end in self.ranges], -1)
         flat = whole.view(*whole.shape[:-len(self.shape)], -1)
         for (start, end), each in zip(self.ranges, found, strict=True):
@@ -64,8 +64,8 @@ class TensorPart:
 
 
 def store_prefix(shards: Sequence[CachePools], item: int, pages: Sequence[int], slot: int) -> None:
-    """Offers a prefix in the pools of all shards to the tiers of the StoreRequest that they hold. An error is logged:
-    the pools are unchanged."""
+    """Offers a prefix in the pools of all shards to the tiers of the StoreRequest that they hold as `item`. Only logs
+    errors, because they leave the pools unchanged."""
     requests = [shard.held.pop(item) for shard in shards]
     assert isinstance(requests[0], StoreRequest)
     for shard in shards:
@@ -78,10 +78,10 @@ def store_prefix(shards: Sequence[CachePools], item: int, pages: Sequence[int], 
 
 
 def _source(shards: Sequence[CachePools], request: StoreRequest, pages: Sequence[int], slot: int) -> PrefixSource:
-    """Returns access to a prefix in the pools, to be used before they change."""
+    """Returns functions that read a prefix from the pools. They must be called before the pools change."""
     def run(start: int) -> dict[str, Tensor]:
         with _shortage_as_memory_error():
-            tokens = torch.frombuffer(array("q", request.tokens[start:]), dtype=torch.int64)  # of a copy
+            tokens = torch.frombuffer(array("q", request.tokens[start:]), dtype=torch.int64)  # a copy
             return {"tokens": tokens, **_read_kv(shards, pages, start, len(request.tokens))}
 
     def state() -> dict[str, Tensor]:
@@ -113,7 +113,7 @@ def _read_kv(shards: Sequence[CachePools], pages: Sequence[int], start: int, end
         pool = shards[index].named_pages[name].flatten(1, 2)
         layers = as_bytes(pool)
         found = layers.new_empty((len(layers), end - start, *layers.shape[2:]))
-        for layer, part in zip(layers, found, strict=True):  # all at once a CPU would copy the whole pool first
+        for layer, part in zip(layers, found, strict=True):  # for all layers at once, a CPU would first copy the pool
             torch.index_select(layer, 0, places[index], out=part)
         return found.view(pool.dtype)
 
@@ -129,8 +129,8 @@ def read_state(shards: Sequence[CachePools], slot: int) -> dict[str, Tensor]:
 
 
 def _joined(shards: Sequence[CachePools], name: str, read: Callable[[str, int], Tensor]) -> Tensor:
-    """Returns a whole tensor of an item, on the first shard's device. read: returns a copy of the part of a shard, by
-    its index. There is one such copy at a time, and none of replicas."""
+    """Returns a whole tensor of an item, on the first shard's device. read: returns a copy of a shard's part, given the
+    shard's index. Only one such copy exists at a time; equal parts of consecutive shards are read once."""
     whole: Tensor | None = None
     last: TensorPart | None = None
     for index, shard in enumerate(shards):
@@ -156,10 +156,10 @@ def _joined(shards: Sequence[CachePools], name: str, read: Callable[[str, int], 
 def restore_prefix(pools: CachePools, loaded: LoadedPrefix, pages: Sequence[int], known: int, slot: int) -> None:
     """Writes the state of a tier's prefix to a slot, and its K/V from token `known` on to pages.
 
-    On a GPU the copies overlap with steps. A step waits only for the layer that it computes next.
+    On a GPU the K/V copies overlap with steps: a step waits only for the layer that it computes next.
     """
     for name, pool in pools.named_slots.items():
-        for layer, state in zip(pool, loaded.state[name], strict=True):  # all at once would need a copy of all
+        for layer, state in zip(pool, loaded.state[name], strict=True):  # all layers at once would need a copy
             own = _part(pools, name, state.to(pool.device, non_blocking=True)) if name in pools.parts else state
             layer[slot].copy_(own, non_blocking=True)
     runs = [_run(pools, tensors, pages, start, max(known, start)) for start, tensors in loaded.runs
@@ -169,7 +169,7 @@ def restore_prefix(pools: CachePools, loaded: LoadedPrefix, pages: Sequence[int]
             _restore_layer(pools, layer, runs)
         return
     if any(isinstance(copy, DeferredPageCopy) for copies in pools.arriving.values() for copy in copies):
-        pools.wait()  # as this may write to the source of one
+        pools.wait()  # the restore may write to the source of a deferred copy
     stream = _side_stream(pools.device)
     stream.wait_stream(torch.cuda.current_stream(pools.device))
     with torch.cuda.stream(stream):
@@ -182,7 +182,7 @@ def restore_prefix(pools: CachePools, loaded: LoadedPrefix, pages: Sequence[int]
 
 
 def _part(pools: CachePools, name: str, whole: Tensor) -> Tensor:
-    """Returns what these pools have of an item's tensor."""
+    """Returns the part of an item's tensor that these pools store."""
     part = pools.parts.get(name)
     return whole if part is None else part.of(whole)
 
@@ -191,8 +191,8 @@ def _part(pools: CachePools, name: str, whole: Tensor) -> Tensor:
 class _Run:
     """K/V of consecutive tokens. The first `skip` tokens are already in the pages.
 
-    spans: of the other tokens: index of the first among them, place in the flat pool, count.
-    places: of each of them, if there are many spans.
+    spans: runs of the other tokens: index of the first one among them, place in the flat pool, count.
+    places: place of each other token in the flat pool, if there are many spans.
     """
 
     tensors: Tensors
@@ -202,7 +202,7 @@ class _Run:
 
 
 def _run(pools: CachePools, tensors: Tensors, pages: Sequence[int], start: int, first: int) -> _Run:
-    """Returns the part from the position `first` on of K/V that begins at `start`."""
+    """Returns a run of the K/V in `tensors`, which begins at position `start`, from position `first` on."""
     end = start + tensors["keys"].shape[1]
     spans = [(position - first, place, length) for position, place, length in _spans(pages, first, end)]
     return _Run(tensors, first - start, spans, _places(pools, pages, first, end) if len(spans) > _SPANS else None)
@@ -210,7 +210,7 @@ def _run(pools: CachePools, tensors: Tensors, pages: Sequence[int], start: int, 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Copies that are done with an event. It holds what they read: until then the memory must not be used again."""
+    """Copies that are complete after an event. Holds their sources: this memory must not be reused before."""
 
     event: torch.cuda.Event
     loaded: LoadedPrefix
@@ -222,15 +222,15 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class DeferredPageCopy:
-    """A copy of a page of one layer, to be made after the arrivals before it. tensors: [pages, PAGE, kv_heads,
-    head_dim] each."""
+    """A copy of a page in one layer, which must follow the arrivals queued before it. tensors: keys and values, each
+    [pages, PAGE, kv_heads, head_dim]."""
 
     tensors: list[Tensor]
     source: int
     target: int
 
     def wait(self) -> None:
-        for tensor in self.tensors:  # by a kernel: the copy engines are busy with other layers
+        for tensor in self.tensors:  # with a kernel, because the copy engines are busy with other layers
             source, target = (tensor[page].view(torch.uint8) for page in (self.source, self.target))
             torch.bitwise_or(source, 0, out=target)
 
@@ -254,7 +254,7 @@ def _restore_layer(pools: CachePools, layer: int, runs: Sequence[_Run]) -> None:
 
 
 def _spans(pages: Sequence[int], start: int, end: int) -> list[tuple[int, int, int]]:
-    """Returns where the tokens from `start` to `end` lie in the flat pool: position, place and count of each span."""
+    """Returns the spans of the flat pool with the tokens from `start` to `end`: position, place and count of each."""
     spans = list[tuple[int, int, int]]()
     wanted = pages[start // PAGE:-(-end // PAGE)]
     breaks = [index for index, (page, next) in enumerate(pairwise(wanted), 1) if next != page + 1]

@@ -1,4 +1,4 @@
-"""The cache manager: grants pages and slots to sequences, moves their cursors, and keeps what they leave. No torch.
+"""The cache manager: grants pages and slots to sequences, moves their cursors and keeps their prefixes. No torch.
 
 A sequence's tokens by position, as half-open intervals. PAGE divides `full`; `full <= done < full + PAGE`:
 
@@ -8,20 +8,21 @@ A sequence's tokens by position, as half-open intervals. PAGE divides `full`; `f
 
     commit(n)                [done, done + n) is committed: the cursor moves (L1)
     rollback(d)              [d, done) is forgotten; its pages stay granted
-    commit_checkpoints()     for a state that was written at p <= done: the tree shares [0, p // PAGE * PAGE), copies
-                             the rest of [0, p) and takes over the state's slot; for p > done the slot is freed
-    release(keep=False)      [0, covered) loses an owner: pages without another owner are free, the slot is free. Up to
-                             the node where it resumed, the tree is the owner, and the node loses a user
-    release(keep=True)       [0, full)         the tree keeps what it does not have; duplicates are free
-                             [full, done)      the tree takes over the page, and the state's slot
-                             [done, covered)   free, without the partial page
+    commit_checkpoints()     for a state written at p <= done: the tree shares the pages of [0, p // PAGE * PAGE),
+                             copies the rest of [0, p) and takes over the state's slot; for p > done the slot is freed
+    release(keep=False)      the pages of [0, covered) lose an owner: pages without another owner are freed, and so is
+                             the slot. The tree owns the pages up to the node where the sequence resumed; this node
+                             loses a user
+    release(keep=True)       [0, full)         the tree keeps the pages that it does not have; duplicates are freed
+                             [full, done)      the tree takes over the partial page and the state's slot
+                             [done, covered)   all pages but the partial one are freed
 
-The state in a sequence's slot stands for [0, base). [base, done) lies in its state delta log if it has one; else base
-is done. The log is flushed before a state leaves the sequence (fork, snapshot, kept end).
+The state in a sequence's slot covers the tokens [0, base). The updates of [base, done) are in its state delta log if it
+has one; else base == done. The log is flushed before the state is copied or kept (fork, snapshot, end of a sequence).
 
-A new sequence resumes at the deepest checkpoint that its prompt begins with (L2). The tree evicts prefixes whenever a
-sequence needs a page or slot; the offload tiers have a copy, and load it again. Tensors are not touched here: changes
-of the pools are queued as `operations`.
+A new sequence resumes at the deepest checkpoint that is a prefix of its prompt (L2). The tree evicts prefixes if a
+sequence needs a page or slot; the offload tiers keep copies and load them again. The manager does not touch tensors: it
+queues changes of the pools as `operations`.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("deltic")
 
 _PREEMPTION_RESERVE = 8
-"""Preemption leaves one in so many slots to the tree."""
+"""Preemption leaves one in this many slots to the tree."""
 
 
 class HybridCache:
-    """Manages K/V pages and recurrent states of all sequences. `check` proves the accounts."""
+    """Manages K/V pages and recurrent states of all sequences. `check` asserts that the accounts are consistent."""
 
     def __init__(self, pools: Pools, reuse: bool = True, tiers: Sequence[TierIndex] = (),
                  rows: int | None = None) -> None:
-        """reuse: keep prefixes for following sequences. tiers: where to store them as well, fastest first. rows:
-        positions that may be kept with their logits; None: as many as there are slots."""
+        """reuse: keep prefixes for later sequences. tiers: the offload tiers that also store them, fastest first. rows:
+        number of positions that may be kept with their logits; None: the number of slots."""
         self.pools, self.reuse = pools, reuse
         self.sizes = pools.sizes
         self.tiers = tuple(tiers) if reuse else ()
@@ -68,19 +69,19 @@ class HybridCache:
         self.rows = self.slots.size if rows is None else rows
         self.lines = Lines()
         self.spared = set[Checkpoint]()
-        """Ends of lines that the last admission or reservation was not allowed to evict."""
+        """Line ends (`lineage`) that the last admission or reservation was not allowed to evict."""
         self._preempted: list[PreemptedState] = []
 
     @property
     def idle(self) -> bool:
-        """True if nothing is owned outside of the tree."""
+        """True if only the tree owns pages and slots and no preempted sequence waits."""
         return not self.accounts.owners and not self._preempted
 
     # admission
 
     def start_load(self, prompt: Sequence[int]) -> LoadRequest:
-        """Returns a request that looks in the tiers for a deeper position than the tree has: to be polled, then given
-        to `admit`."""
+        """Returns a request that looks in the tiers for a deeper position than the tree has. The caller polls it until
+        it is finished, then passes it to `admit`."""
         known = self.tree.cached_length(prompt) if self.tiers else 0
         return LoadRequest(prompt, known, self.tiers, self.pools.item_validator)
 
@@ -89,14 +90,13 @@ class HybridCache:
               ) -> SequenceCache | None:
         """Returns a sequence cache at the deepest position that is kept for `prompt`, or at its start.
 
-        None if no slot can be had, or no pages for `min_tokens` in all; nothing is evicted for a refusal, and `spared`
-        is not empty if a branch waits for relatives. Without
-        `min_tokens` the start of the prompt is a fallback: the kept position may itself be in the way.
+        Returns None if no slot is available, or not enough pages for `min_tokens` in total. A refusal evicts nothing;
+        it leaves `spared` non-empty if a branch must wait for other sequences of its trunk. Without `min_tokens`, falls
+        back to the start of the prompt: the kept position may itself occupy the memory that is missing.
 
-        load: what the tiers brought. allow_end: the end of the prompt itself will do if its logits are known. keys:
-        the sequence's list of keys, which begins with the prompt; by default the prompt itself. lineage: what it
-        branches off, or its line if it ran before.
-        """
+        load: the finished request of `start_load`. allow_end: the sequence may resume at the very end of the prompt if
+        the logits there are known. keys: the sequence's list of keys, which begins with the prompt; by default the
+        prompt itself. lineage: the lineage of the request, or the sequence's line if it ran before."""
         match = self.tree.match(prompt, allow_end) if self.reuse else PrefixMatch(None, 0)
         checkpoint = match.checkpoint
         pages = -(-min_tokens // PAGE)
@@ -124,8 +124,8 @@ class HybridCache:
         return None if slot is None else self.accounts.add(SequenceCache(slot))
 
     def _admit_at(self, checkpoint: Checkpoint, pages: int) -> SequenceCache | None:
-        """The sequence gets copies of the state and of the partial page, so that the checkpoint may go at once. The
-        tree keeps the full pages for it, however many there are."""
+        """Starts at a checkpoint of the tree. Copies its state and partial page, so that the checkpoint may be evicted
+        at once. The tree keeps the full pages on behalf of the sequence, whatever their number."""
         path, full = PageList(self.tree.path(checkpoint)), checkpoint.node.depth
         missing = max(pages - checkpoint.done // PAGE, bool(checkpoint.done % PAGE))
         with self.tree.locking([checkpoint]):  # its slot is needed until its copy is queued
@@ -142,7 +142,7 @@ class HybridCache:
         return self.accounts.add(cache)
 
     def _admit_loaded(self, load: LoadRequest, pages: int, known: int) -> SequenceCache | None:
-        """Starts at a position that a tier brought, if it is deeper than the tree's."""
+        """Starts at the position that a tier loaded, if it is deeper than the tree's (`known` tokens)."""
         loaded = load.loaded
         if loaded is None or load.tier is None or loaded.done <= known:
             return None
@@ -171,8 +171,8 @@ class HybridCache:
     @contextmanager
     def _sparing(self, line: Line | None, resumed: Checkpoint | None = None, own: SequenceCache | None = None
                 ) -> Iterator[None]:
-        """Keeps the ends that a sequence of this line must not evict (`spared`) from eviction for a `with` block, if
-        other sequences of its trunk run than its own."""
+        """Locks the line ends that a sequence of this line must not evict (`spared`) for a `with` block, if sequences
+        of its trunk other than `own` are running."""
         running = line and any(one.line and one is not own and one.line.trunk is line.trunk
                                for one in self.accounts.sequences.values())
         self.spared = line.needed(resumed) if line and running else set()
@@ -182,7 +182,7 @@ class HybridCache:
     # steps
 
     def reserve(self, cache: SequenceCache, tokens: int) -> int:
-        """Grants pages for up to `tokens` tokens after the cursor; returns for how many there is room now (L4)."""
+        """Grants pages for up to `tokens` tokens after the cursor; returns the number of tokens that fit now (L4)."""
         missing = -(-(cache.done + tokens) // PAGE) - len(cache.pages)
         if missing <= 0:
             return tokens
@@ -193,10 +193,9 @@ class HybridCache:
         return min(tokens, cache.covered - cache.done)
 
     def commit(self, cache: SequenceCache, count: int, base: int | None = None) -> None:
-        """Moves the cursor over the next `count` keys, whose K/V and state were just written; nothing else does (L1).
-
-        base: tokens that the state in the slot stands for, if the step appended to the state delta log.
-        """
+        """Moves the cursor over the next `count` keys, whose K/V and state were just written. No other method moves it
+        forward (L1). base: number of tokens that the state in the slot covers, if the step appended to the state delta
+        log."""
         assert cache.done + count <= cache.covered, "tokens are committed past the granted pages"
         assert 0 <= count <= len(cache.keys) - cache.done, "tokens are committed that the sequence does not have"
         cache.done += count
@@ -204,8 +203,8 @@ class HybridCache:
         assert 0 <= cache.unflushed <= RING, "the cursor is not within the state delta log"
 
     def rollback(self, cache: SequenceCache, done: int) -> bool:
-        """Takes back the last committed tokens, which were drafts. Returns False, and changes nothing, if the state
-        stands for more than `done` tokens (L2). The caller changes the keys."""
+        """Moves the cursor back to `done`, over tokens that were drafts. Returns False, and changes nothing, if the
+        state in the slot covers more than `done` tokens (L2). The caller changes the keys."""
         if not (cache.base if self.sizes.recurrent else 0) <= done <= cache.done:
             return False
         assert self.pages.alone(cache.pages[done // PAGE:]), "tokens are taken back that others have"
@@ -217,7 +216,7 @@ class HybridCache:
     # checkpoints
 
     def reserve_checkpoint(self, cache: SequenceCache, position: int) -> int | None:
-        """Returns a slot for a step to write the state at `position` to; None if none can be had."""
+        """Returns a slot into which a step will write the state at `position`; None if none is available."""
         if not self.reuse or position in cache.checkpoint_slots:
             return None
         slot = self.accounts.take_slot(keeping=True)
@@ -226,7 +225,7 @@ class HybridCache:
         return slot
 
     def commit_checkpoints(self, cache: SequenceCache, logits: object = None) -> None:
-        """Puts the states that steps have written into the tree. logits: of the last committed token."""
+        """Moves the states that steps have written into the tree. logits: the logits after the last committed token."""
         slots, cache.checkpoint_slots = cache.checkpoint_slots, {}
         for position, slot in slots.items():
             partial = position % PAGE > 0
@@ -242,8 +241,8 @@ class HybridCache:
                 _guard(cache, checkpoint)
 
     def commit_if_finite(self, cache: SequenceCache) -> bool:
-        """Puts the states that steps have written into the tree if all K/V and states are finite: for a sequence whose
-        logits were not seen. Returns True if they are."""
+        """Moves the states that steps have written into the tree if all K/V and states are finite; frees them
+        otherwise. For a sequence whose logits have not been checked. Returns True if all are finite."""
         if not self.reuse:
             return False
         self.states.flush(cache)
@@ -262,7 +261,7 @@ class HybridCache:
 
     def _keep(self, cache: SequenceCache, done: int, slot: int, page: int | None, logits: Any = None,
               lasting: bool = True) -> Checkpoint:
-        """Gives a slot and a partial page to the tree. lasting: the tiers store the prefix, too."""
+        """Gives a slot and a partial page to the tree. lasting: the tiers also store the prefix."""
         tokens = cache.prefix(done)
         checkpoint = self.tree.insert(tokens, cache.pages, slot, page, logits, cache.node)
         if cache.node is None or not cache.node.kept or cache.node.depth < checkpoint.node.depth:
@@ -277,14 +276,14 @@ class HybridCache:
 
     def fork(self, source: SequenceCache | CacheSnapshot, keys: MutableSequence[int] | None = None,
              min_tokens: int = 0) -> SequenceCache | None:
-        """As `BlockAccounts.forks`, for one fork. min_tokens, and None: as in `admit`."""
+        """Returns one fork of `source`, see `BlockAccounts.forks`. min_tokens, and None: as in `admit`."""
         with self._sparing(source.line):
             roomy = self.accounts.make_room(-(-min_tokens // PAGE) - source.done // PAGE)
             forks = self.accounts.forks(source, 1, keys) if roomy else []
         return forks[0] if forks else None
 
     def snapshot(self, cache: SequenceCache, logits: Any = None) -> CacheSnapshot | None:
-        """Copies the present position; None if pages, slots or room for logits are short."""
+        """Returns a copy of the current position; None if pages, slots or room for logits are short."""
         if logits is not None and self._snapshots_with_logits >= self.rows:
             return None
         copies = self.accounts.forks(cache, 1, keeping=True)
@@ -301,7 +300,7 @@ class HybridCache:
         return sum(snapshot.logits is not None for snapshot in self.accounts.snapshots.values())
 
     def restore(self, cache: SequenceCache, snapshot: CacheSnapshot | None) -> bool:
-        """Returns a sequence to a snapshot (None: to its start). Returns False, and changes nothing, if a page is
+        """Resets a sequence to a snapshot, or to its start (None). Returns False, and changes nothing, if a page is
         short."""
         self.accounts.check_owner(cache)
         if snapshot is not None:
@@ -323,8 +322,9 @@ class HybridCache:
 
     def release(self, owner: SequenceCache | CacheSnapshot, keep: bool = False, lasting: bool = True,
                 ended: bool = True) -> Checkpoint | None:
-        """Gives back what a sequence or snapshot owns. keep: the tree takes over a sequence's state and pages, as the
-        checkpoint that is returned. lasting: the tiers store it, too. ended: its line goes on with another sequence."""
+        """Releases the units of a sequence or snapshot. keep: the tree takes over a sequence's state and pages as a
+        checkpoint, which is returned. lasting: the tiers also store it. ended: the sequence will not go on, so that
+        the checkpoint becomes an end of its line."""
         self.accounts.check_owner(owner)
         keep = keep and self.reuse and owner.done > 0 and isinstance(owner, SequenceCache)
         if isinstance(owner, SequenceCache):
@@ -358,10 +358,8 @@ class HybridCache:
         return end
 
     def can_preempt(self, more_tokens: int) -> bool:
-        """True if the tree could keep the prefix of a preempted sequence.
-
-        Memory must suffice for all running and preempted sequences and one more, with `more_tokens` further tokens.
-        """
+        """Returns True if the tree can keep the prefix of a sequence that is preempted now: memory must suffice for all
+        running and preempted sequences and one more, with `more_tokens` further tokens."""
         owners = self.accounts.owners
         states = len(owners) + len(self._preempted) + 1
         pages = sum(len(owner.pages) for owner in owners) + sum(state.pages for state in self._preempted)
@@ -369,7 +367,7 @@ class HybridCache:
         return enough_slots and pages + -(-more_tokens // PAGE) <= self.accounts.units.room(states)
 
     def preempt(self, cache: SequenceCache, keep: bool) -> PreemptedState:
-        """Releases a sequence that will go on soon: its prefix is guarded in the tree and not stored in the tiers."""
+        """Releases a sequence that will resume soon: its prefix is guarded in the tree and not stored in the tiers."""
         preempted = PreemptedState(cache.guarded, len(cache.pages), cache.line)
         cache.guarded = []
         if cache.line:
@@ -383,7 +381,7 @@ class HybridCache:
         return preempted
 
     def resume_preempted(self, preempted: PreemptedState, cache: SequenceCache | None = None) -> None:
-        """A preempted sequence goes on with this cache, or never."""
+        """Ends a preemption: the sequence continues with this cache, or never (None)."""
         self._preempted.remove(preempted)
         if preempted.end:
             preempted.end.preempted -= 1
@@ -409,13 +407,13 @@ class HybridCache:
         self.operations.discard()
 
     def close(self) -> None:
-        """Waits until the tiers have written what they were given."""
+        """Carries out queued operations and closes the tiers, which first finish their writes."""
         self.operations.flush()
         for tier in self.tiers:
             tier.close()
 
     def check(self) -> None:
-        """Asserts that free, owned and kept units are all there are, and that no page that will change is shared."""
+        """Asserts that free, owned and kept units add up to the pools, and that no page that will change is shared."""
         self.accounts.check()
         guarded = [cache.guarded for cache in self.accounts.sequences.values()]
         guarded += [preempted.guarded for preempted in self._preempted]
@@ -434,7 +432,7 @@ def _guard(cache: SequenceCache, checkpoint: Checkpoint) -> None:
 
 
 def _forget_keys(cache: SequenceCache) -> None:
-    """Drops what was derived from keys after the cursor, which may become others."""
+    """Drops data derived from the keys after the cursor, which may be replaced."""
     if cache.done < len(cache.prompt):
         cache.prompt = cache.prompt[:cache.done]
     if cache.node and cache.done < cache.node.depth * PAGE:
@@ -442,8 +440,9 @@ def _forget_keys(cache: SequenceCache) -> None:
 
 
 def _supersede(passed: Sequence[Checkpoint], end: Checkpoint, expected: set[int]) -> None:
-    """Records that a prompt that resumes at a passed checkpoint abandons the later ones. The first of several expected
-    positions is the end of the system prompt: a prompt that resumes there is another conversation."""
+    """Records for each passed checkpoint the later ones, which a prompt that resumes there abandons. Leaves out the
+    first of several expected positions, the end of the system prompt: a prompt that resumes there is another
+    conversation and abandons nothing."""
     turns = [one for one in passed if one is not end and (len(expected) == 1 or one.done > min(expected))]
     for index, one in enumerate(turns):
         one.superseded = (*turns[index + 1:], end)

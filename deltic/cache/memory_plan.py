@@ -12,26 +12,26 @@ from deltic.params import PAGE
 
 _MIN_SPACING = 1024
 _MAX_KEPT = 1024
-"""Checkpoints in the prefix tree: with more, the search for one to evict costs more than they save."""
+"""Maximum number of checkpoints in the prefix tree: with more, the search for a victim costs more than they save."""
 _ROWS = 16
-"""Logits may take one in so many bytes of the budget."""
+"""Logits may take one in this many bytes of the budget."""
 _EXTRA = 16
-"""Sequences for which there is one more slot."""
+"""There is one extra slot per this many sequences."""
 _LEAST_PAGES = 512 // PAGE
-"""Pages without which one more sequence would only wait for the K/V of others."""
+"""Minimum number of pages per sequence. With fewer, a further sequence would only wait for the K/V of others."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """page_bytes, slot_bytes, log_bytes: cost of a unit; log_bytes is 0 if sequences have no state delta logs.
-    model_context: tokens that the model was made for.
-    max_batch: sequences that run at once.
-    max_context: tokens of a sequence (None: the model's).
-    row_bytes: cost of the logits of one token.
-    keeps: prefixes are kept for following sequences.
-    context_first: a context of this length was asked for, unlike the number of sequences.
-    option: the option that raises the budget.
-    layout: pages and slots share memory.
+    """page_bytes, slot_bytes, log_bytes: bytes of a page, a slot and a state delta log (0 if sequences have no logs).
+    model_context: maximum context length of the model, in tokens.
+    max_batch: maximum number of sequences that run at once.
+    max_context: maximum number of tokens of a sequence (None: that of the model).
+    row_bytes: bytes of the logits of one token.
+    keeps: True if prefixes are kept for later sequences.
+    context_first: the user asked for this context length, but not for the number of sequences.
+    option: name of the option that raises the budget.
+    layout: how pages and slots share memory, if they do.
     """
 
     page_bytes: int
@@ -52,31 +52,31 @@ class MemoryNeeds:
 
     @property
     def sequence_bytes(self) -> int:
-        """The cost of a running sequence, without its K/V."""
+        """Bytes of a running sequence, without its K/V."""
         return self.slot_bytes + self.log_bytes
 
     @property
     def smallest_bytes(self) -> int:
-        """What one sequence needs at least."""
+        """Minimum number of bytes to run one sequence."""
         if self.layout:
             return 3 * self.layout.unit + self.log_bytes + self.row_bytes
         return self.page_bytes + self.sequence_bytes + self.slot_bytes + self.row_bytes
 
     @property
     def least_bytes(self) -> int:
-        """Bytes of K/V for each further sequence, if one sequence fills a whole context."""
+        """Minimum bytes of K/V for each further sequence while one sequence fills a whole context."""
         return min(self.context_pages, _LEAST_PAGES) * self.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Units to allocate, and the limits that they allow.
+    """Numbers of units to allocate, and the limits that they allow.
 
-    delta_logs: one for each sequence, or none.
-    layout: pages and slots share memory: these are the most of each.
+    delta_logs: number of state delta logs: one for each sequence, or none.
+    layout: how pages and slots share memory, if they do; then `pages` and `slots` are the maximum of each.
     warnings: limits that were lowered, and why.
-    rows: prompt ends that may be kept with logits; None: as many as there are slots.
-    notes: how the memory is divided.
+    rows: number of prompt ends that may be kept with their logits; None: the number of slots.
+    notes: descriptions of how the memory is divided.
     """
 
     pages: int
@@ -93,16 +93,16 @@ class MemoryPlan:
 def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     """Splits a budget in bytes between K/V pages, state slots and state delta logs.
 
-    1. Logits get a sixteenth of the budget, and room for one row at least.
-    2. Sequences get slots and logs: as many as `max_batch`, as long as these take at most half of the budget, or leave
-       one whole context and a few pages for each other sequence. If the context comes first, the half must leave a
-       whole context; else they take at most an eighth.
-       `max_batch` is lowered to that, with a warning. See `extra_slots` for a few more.
+    1. Logits get up to a sixteenth of the budget, and room for at least one row.
+    2. Up to `max_batch` sequences get slots and logs, as long as these take at most half of the budget, or leave one
+       whole context and a few pages for each other sequence. If the context has priority (`context_first`), the half
+       must also leave a whole context; otherwise slots and logs take at most an eighth. `max_batch` is lowered to the
+       number that fits, with a warning. `extra_slots` adds a few slots.
     3. One whole context gets pages; `max_context` is lowered to fit, with a warning.
-    4. Of what remains, half goes to slots for checkpoints, half to pages: for whole contexts of all sequences, and for
-       the K/V between checkpoints. If no prefixes are kept, all of it goes to pages.
+    4. Half of the remaining memory goes to slots for checkpoints, half to pages: for whole contexts of all sequences
+       and for the K/V between checkpoints. If no prefixes are kept, all of it goes to pages.
 
-    If pages and slots share memory, nothing is divided but logits and logs, see `_share_memory`.
+    If pages and slots share memory, only logits and logs get fixed parts, see `_share_memory`.
     """
     context, smallest = needs.max_context or needs.model_context, needs.smallest_bytes
     if budget < smallest:
@@ -114,7 +114,7 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     budget -= rows * needs.row_bytes
     if needs.layout:
         plan = _share_memory(budget, needs, needs.layout, rows)
-        spare = rows - (plan.rows or 0)  # there are not so many slots
+        spare = rows - (plan.rows or 0)  # rows that exceed the number of slots
         return _share_memory(budget + spare * needs.row_bytes, needs, needs.layout, rows - spare) if spare else plan
     batch = _batch(budget, needs)
     warnings = _batch_warnings(budget, needs, batch)
@@ -133,14 +133,14 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
 
 
 def _share_memory(budget: int, needs: MemoryNeeds, layout: FrameLayout, rows: int) -> MemoryPlan:
-    """Plans frames: each becomes a slot or pages at run time. budget: without the memory of `rows` logits.
+    """Plans frames: each becomes a slot or pages at run time. budget: bytes, without the memory of `rows` logits.
 
     1. `max_batch` is the number of sequences that fit with one page each. If the context has priority, it is the larger
        of two numbers: the sequences whose delta logs fit after the context, and those that fit in an eighth of the
        budget. Fewer sequences run while contexts are longer.
     2. `max_context` is the number of tokens that fit after all delta logs and one slot.
-    3. A frame that may become a slot has additional memory outside of the frame. The number of such frames is that of
-       sequences and checkpoints.
+    3. A frame that may become a slot needs additional memory outside of the frame (`FrameLayout.side`). There are as
+       many such frames as sequences, extra slots and checkpoints.
     """
     counts, sequence = range(1, needs.max_batch + 1), layout.unit + needs.log_bytes
     batch = bisect_right(counts, budget, key=lambda count: count * sequence + layout.frames_for(count) * layout.unit)
@@ -184,7 +184,7 @@ def _context_warning(budget: int, needs: MemoryNeeds, context: int) -> str:
 
 
 def enough(needs: MemoryNeeds, tokens: int) -> int:
-    """Returns a budget that suffices for all sequences, a whole context and so many more tokens."""
+    """Returns a budget in bytes that suffices for all sequences, a whole context and `tokens` further tokens."""
     batch = needs.max_batch
     if needs.layout:
         pages = batch * min(needs.context_pages, _LEAST_PAGES) + needs.context_pages + -(-tokens // PAGE)
@@ -192,13 +192,13 @@ def enough(needs: MemoryNeeds, tokens: int) -> int:
         size = frames * needs.layout.unit + batch * needs.log_bytes
         return size * _ROWS // (_ROWS - 1) + 2 * needs.row_bytes + needs.layout.unit
     sequences = batch * (needs.sequence_bytes + needs.least_bytes) + extra_slots(batch) * needs.slot_bytes
-    # half of what remains goes to slots for checkpoints
+    # half of the remaining memory goes to slots for checkpoints
     pages = (needs.context_pages + 2 * -(-tokens // PAGE)) * needs.page_bytes
     return (sequences + pages) * _ROWS // (_ROWS - 1) + 2 * needs.row_bytes + needs.page_bytes
 
 
 def _batch(budget: int, needs: MemoryNeeds) -> int:
-    """Sequences that may run at once."""
+    """Returns the number of sequences that may run at once."""
     def states(batch: int) -> int:
         return batch * needs.sequence_bytes + extra_slots(batch) * needs.slot_bytes
 
@@ -216,8 +216,8 @@ def _batch(budget: int, needs: MemoryNeeds) -> int:
 
 
 def extra_slots(batch: int) -> int:
-    """Slots in addition to those of so many sequences: for the prompt end that several choices fork, and for sequences
-    that are admitted while those that they replace are still in flight."""
+    """Returns the number of slots in addition to one for each of `batch` sequences: for the prompt end that several
+    choices fork, and for sequences that are admitted while the ones that they replace are still in flight."""
     return 1 + batch // _EXTRA
 
 
@@ -237,8 +237,8 @@ def _pages_between_checkpoints(needs: MemoryNeeds) -> int:
 
 
 def distinct(boundaries: Iterable[int], prompt: int) -> tuple[int, ...]:
-    """Returns the boundaries in a prompt of so many tokens that are at least a page apart: between closer ones tokens
-    are cheaper than a state."""
+    """Returns the boundaries within a prompt of `prompt` tokens that are at least a page apart: computing fewer tokens
+    again is cheaper than keeping a state."""
     found: list[int] = []
     for position in sorted(set(boundaries)):
         if 0 < position <= prompt and (not found or position >= found[-1] + PAGE):
@@ -247,14 +247,14 @@ def distinct(boundaries: Iterable[int], prompt: int) -> tuple[int, ...]:
 
 
 def kept_positions(prompt: int, boundaries: Iterable[int], spacing: int) -> tuple[int, ...]:
-    """Returns the positions of checkpoints in a prompt of so many tokens, ascending: its boundaries, which following
+    """Returns the positions of checkpoints in a prompt of `prompt` tokens, ascending: its boundaries, which later
     prompts are likely to share; its end; and a grid of `spacing` tokens, for edits in the middle of long texts."""
     grid = range(spacing, prompt - spacing // 2, spacing)
     return tuple(sorted({*boundaries, *grid, prompt}))
 
 
 def grid_spacing(slot_tokens: float) -> int:
-    """Returns the tokens between grid positions, whose K/V costs about as much memory as a state."""
+    """Returns the number of tokens between grid positions: their K/V takes about as much memory as a state."""
     return max(_MIN_SPACING, round(slot_tokens / PAGE) * PAGE)
 
 

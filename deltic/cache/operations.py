@@ -1,6 +1,6 @@
-"""What is to be done to the pools: plain records, carried out in the order in which they were queued.
+"""Operations on the pools: plain records that are queued and carried out in order.
 
-The order allows a released page or slot to be taken again at once: the operation that reads it for its last owner was
+The order allows a released page or slot to be taken again at once: the operation that reads it for its last owner is
 queued before the one that writes it for the next, and a step's rows run after the operations of its plan. Code that
 writes to the pools outside of a plan flushes the queue first.
 """
@@ -29,7 +29,7 @@ class CopyPage:
 
 @dataclass(frozen=True, slots=True)
 class MovePages:
-    """Copies pages, perhaps none, out of memory that becomes a slot, once nothing is written to it any more."""
+    """Copies pages out of memory that becomes a slot, after pending writes to it. Without pages, it only waits."""
 
     sources: tuple[int, ...]
     targets: tuple[int, ...]
@@ -67,7 +67,7 @@ class StoreItem:
 
 @dataclass(frozen=True, slots=True)
 class RestoreItem:
-    """Writes a prefix from a tier: K/V from the token `start` on to its places in these pages, the state to the slot.
+    """Writes a prefix from a tier: its K/V from token `start` on to these pages, its state to the slot.
 
     item: the number under which the pools hold the LoadedPrefix.
     """
@@ -85,24 +85,24 @@ _KINDS: dict[str, Callable[..., Operation]] = {
 
 
 def plain(operation: Operation) -> list[Any]:
-    """Returns an operation as JSON: its name, then its fields."""
+    """Returns an operation as a list that JSON can represent: its name, then its fields."""
     return [type(operation).__name__, *astuple(operation)]
 
 
 def operation_of(values: Sequence[Any]) -> Operation:
-    """Returns the operation that `plain` made these values of, perhaps by way of JSON."""
+    """Returns the operation that `plain` turned into these values, which may have passed through JSON."""
     name, *fields = values
     return _KINDS[name](*(tuple(field) if isinstance(field, list) else field for field in fields))
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
-    """Numbers of units and their cost.
+    """Numbers of units and their sizes.
 
-    token_bytes: of a token's K/V in all layers.
-    slot_bytes: of a state in all layers.
-    recurrent: some layer has a state, so that a sequence cannot be cut anywhere.
-    layout: pages and slots share memory: these are the most of each, which do not fit at the same time.
+    token_bytes: bytes of one token's K/V in all layers.
+    slot_bytes: bytes of one state in all layers.
+    recurrent: True if some layer has a state, so that a sequence cannot be cut at any token.
+    layout: how pages and slots share memory, if they do; then `pages` and `slots` are maxima that do not fit together.
     """
 
     pages: int
@@ -115,51 +115,51 @@ class PoolSizes:
 
     @property
     def bytes(self) -> int:
-        """Of all pages and slots."""
+        """Bytes of all pages and slots."""
         if self.layout is None:
             return self.pages * PAGE * self.token_bytes + self.slots * self.slot_bytes
         return self.pages // self.layout.pages * self.layout.size + self.slots * self.layout.side
 
     def units(self) -> Units:
-        """Returns their accounts."""
+        """Returns new accounts of these pages and slots."""
         if self.layout is None:
             return FixedUnits(self.pages, self.slots)
         return SharedUnits(self.layout, self.pages // self.layout.pages, self.slots)
 
     @property
     def slot_tokens(self) -> float:
-        """The cost of a slot, in tokens of K/V."""
+        """The memory of a slot, in tokens of K/V."""
         return PAGE * self.slot_bytes / max(PAGE * self.token_bytes, 1)
 
 
 class Pools(Protocol):
-    """The tensors, as the accounts see them."""
+    """The interface of the tensor pools that the accounts use."""
 
     @property
     def sizes(self) -> PoolSizes: ...
 
     @property
     def item_validator(self) -> ItemValidator:
-        """Checks what comes from a tier."""
+        """Checks items that tiers load."""
 
     def apply(self, operations: Sequence[Operation]) -> None:
         """Carries out operations in order."""
 
     def forget(self, operations: Sequence[Operation]) -> None:
-        """Drops what is held for operations that will not be carried out."""
+        """Drops the objects held for operations that will not be carried out."""
 
     def sound(self, slots: Sequence[int], pages: Sequence[int], done: int) -> bool:
         """Returns True if these states and the K/V of the first `done` tokens in these pages are finite."""
 
     def hold(self, content: object) -> int:
-        """Holds an object for an operation, which names it by the returned number."""
+        """Stores an object for an operation. Returns the number with which the operation refers to it."""
 
 
 class OperationQueue:
     """Operations that wait for the next plan.
 
-    poisoned: an operation failed, so that the pools do not hold what the accounts say. Nothing in them may be used
-    until all sequences and snapshots are released and the cache is reset.
+    poisoned: True after an operation failed: the pools no longer match the accounts. They must not be used until all
+    sequences and snapshots are released and the cache is reset.
     """
 
     def __init__(self, pools: Pools) -> None:
@@ -171,7 +171,7 @@ class OperationQueue:
         self.queued.append(operation)
 
     def take(self) -> tuple[Operation, ...]:
-        """Removes all operations; the caller has them applied before anything else."""
+        """Removes and returns all operations. The caller must apply them before it changes the pools otherwise."""
         operations = tuple(self.queued)
         self.queued.clear()
         return operations
@@ -182,7 +182,7 @@ class OperationQueue:
             self.apply(self.take())
 
     def apply(self, operations: Sequence[Operation]) -> None:
-        """Carries out operations that were taken. An error poisons the cache."""
+        """Carries out operations that `take` returned. An error poisons the cache."""
         try:
             if self.poisoned:
                 raise UnavailableError("the cache's memory is not what its accounts say, as an earlier operation on it "
@@ -194,6 +194,6 @@ class OperationQueue:
             raise
 
     def discard(self) -> None:
-        """Drops all operations of a cache that is emptied."""
+        """Drops all queued operations of a cache that is being emptied, and ends its poisoned state."""
         self._pools.forget(self.take())
         self.poisoned = False

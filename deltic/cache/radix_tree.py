@@ -1,9 +1,9 @@
-"""The radix tree of prefixes: the token prefixes that have K/V pages, and the positions whose state is kept. No torch.
+"""The prefix tree: a radix tree of token prefixes with K/V pages, and of positions with a kept state. No torch.
 
 A node is a run of full pages of tokens below its parent; the path from the root spells a prefix. A checkpoint is a kept
-position: the state after a node's prefix and a tail, the 0 to PAGE - 1 tokens after the last full page, whose K/V is in
-a page of the checkpoint's own. Only checkpoints can be resumed, and every node has one in its subtree (L2), or a
-sequence that resumed there: sequences do not own the pages up to the node of their checkpoint, but keep the node.
+position: the state after a node's prefix and a tail, the 0 to PAGE - 1 tokens after the last full page. The checkpoint
+owns the page with the tail's K/V. Only checkpoints can be resumed. Every node has a checkpoint in its subtree (L2), or
+a sequence that resumed there: such a sequence does not own the pages up to its checkpoint's node, but keeps the node.
 
     root ── pages 0, 1 ── pages 2, 3, 4
                  │             └ checkpoint, tail of 5 tokens
@@ -36,13 +36,13 @@ _BYTES = 8 * PAGE
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A run of full pages of tokens. Its end never changes; its beginning does.
+    """A run of full pages of tokens. Its end never changes; its beginning moves when nodes are split or joined.
 
-    keys: the 64-bit keys of its tokens.
-    depth: pages from the root to its end.
-    children: by the keys of their first page.
-    users: running sequences that resumed at its end or in the page after it.
-    kept: it is still in the tree.
+    keys: the 64-bit keys of its tokens, as bytes.
+    depth: number of pages from the root to its end.
+    children: the child nodes, keyed by the keys of their first page.
+    users: number of running sequences that resumed at its end or in the page after it.
+    kept: True while the node is in the tree.
     """
 
     parent: Node | None
@@ -60,7 +60,7 @@ class Node:
         return self.keys[:_BYTES]
 
     def keys_after(self, depth: int, most: int | None = None) -> bytes:
-        """Returns at most `most` bytes of its keys after so many pages from the root."""
+        """Returns the node's keys behind the first `depth` pages from the root, at most `most` bytes."""
         start = len(self.keys) - (self.depth - depth) * _BYTES
         return self.keys[start:None if most is None else start + most]
 
@@ -69,17 +69,17 @@ class Node:
 class Checkpoint:
     """A kept position of `done` tokens: a state slot and, with a tail, the partial page.
 
-    parent: the next kept position towards the root.
-    logits: of the last token, if a prompt ended here.
-    likely_resume: a following prompt is likely to resume here.
-    pinned: evicted after all others.
-    guards: number of running sequences that would return here.
-    preempted: number of preempted sequences that will go on here.
+    parent: the next checkpoint towards the root.
+    logits: the logits after the last token, if a prompt ended here.
+    likely_resume: True if a later prompt is likely to resume here.
+    pinned: True if all other checkpoints are evicted first.
+    guards: number of running or preempted sequences that would return here.
+    preempted: number of preempted sequences that will resume here.
     line: the conversation that goes on here, if known.
     uses: number of sequences that resumed here.
-    locks: number of admissions that need it just now.
+    locks: number of `locking` blocks that currently protect it from eviction.
     superseded: later checkpoints of the same conversation, which a prompt that resumes here abandons.
-    age: of the tree at the last use.
+    age: the tree's age (`PrefixTree`) at the last use.
     """
 
     node: Node
@@ -101,30 +101,30 @@ class Checkpoint:
 
     @property
     def saved(self) -> int:
-        """Tokens that it saves over its parent."""
+        """Number of tokens that resuming here saves over resuming at the parent."""
         return self.done - (self.parent.done if self.parent else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The deepest checkpoint of a prompt, and the tokens of full pages that it shares with some earlier prompt."""
+    """The deepest checkpoint of a prompt, and the number of its tokens whose full pages are in the tree."""
 
     checkpoint: Checkpoint | None
     shared: int
 
 
 class PrefixTree:
-    """Prefixes by their tokens.
+    """A radix tree of token prefixes that owns their pages and slots and evicts them by value.
 
-    Pinned checkpoints stay longest, then ends of preempted sequences, ends of lines with running sequences (of a main
-    line longer than of its branches, and the longest of a line), guarded checkpoints, and likely ones. Among equals the
-    one of the lowest worth goes first (greedy-dual): the tree's age at the last use plus tokens saved per token of
-    memory.
-    changes: grows with every checkpoint that comes or goes, and with its logits.
-    """
+    Eviction order: checkpoints that are unlikely to be resumed, likely ones, guarded ones, ends of lines with running
+    sequences (a branch's before its main line's; of one line the shorter first), ends of preempted sequences, pinned
+    checkpoints. Among equals, the one with the lowest worth (greedy-dual) is evicted first: the tree's age at its last
+    use plus tokens saved per token of memory.
+
+    changes: grows whenever a checkpoint is added or removed, or its logits change."""
 
     def __init__(self, pages: PagePool, slots: SlotPool, slot_tokens: float) -> None:
-        """slot_tokens: the cost of a slot, in tokens of K/V."""
+        """slot_tokens: the memory of a slot, in tokens of K/V."""
         self._pages, self._slots, self._slot_tokens = pages, slots, slot_tokens
         self._root = Node(None, b"", array("q"), 0)
         self._checkpoints: dict[Checkpoint, None] = {}
@@ -139,9 +139,9 @@ class PrefixTree:
         return len(self._checkpoints)
 
     def match(self, tokens: Sequence[int], end: bool = True) -> PrefixMatch:
-        """Returns the deepest checkpoint that `tokens` begin with; at their very end only one with logits, and none
-        without `end`. The result for the same array, which must not change, is remembered while the tree does not
-        change."""
+        """Returns the deepest checkpoint that is a prefix of `tokens`. One at the very end of `tokens` counts only if
+        `end` is set and its logits are known. If `tokens` is an array, which must not change, the result is remembered
+        until the tree changes."""
         if self._matched and self._matched[0] is tokens and self._matched[1:3] == (end, self.changes):
             return self._matched[3]
         best = None
@@ -158,7 +158,7 @@ class PrefixTree:
         return checkpoint.done if checkpoint else 0
 
     def pin(self, tokens: Sequence[int]) -> bool:
-        """Keeps the checkpoint at the end of `tokens` for as long as anything can be kept; False if there is none."""
+        """Pins the checkpoint at the end of `tokens`, so that it is evicted last; returns False if there is none."""
         checkpoint = self.at(tokens)
         if checkpoint is None:
             return False
@@ -166,23 +166,23 @@ class PrefixTree:
         return True
 
     def shared(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the full pages that hold the beginning of `tokens`."""
+        """Returns the full pages in the tree that hold the beginning of `tokens`."""
         return _joined(node.pages[:len(node.pages) + depth - node.depth] for node, depth, _ in self._walk(tokens))
 
     def diverged(self, tokens: Sequence[int]) -> int:
-        """Returns how many of the tokens some prefix begins with, also within a page."""
+        """Returns how many leading tokens `tokens` share with a prefix in the tree, also within a page."""
         *_, (node, depth, rest) = self._walk(tokens)
         others = (*node.children, *node.checkpoints) if depth == node.depth else (node.keys_after(depth),)
         return depth * PAGE + max((common_length(rest, other) // 8 for other in others), default=0)
 
     def at(self, tokens: Sequence[int]) -> Checkpoint | None:
-        """Returns the checkpoint at the very end of `tokens`."""
+        """Returns the checkpoint at the very end of `tokens`, if there is one."""
         *_, (node, depth, rest) = self._walk(tokens)
         return node.checkpoints.get(rest) if depth == node.depth else None
 
     @contextmanager
     def locking(self, checkpoints: Collection[Checkpoint]) -> Iterator[None]:
-        """Keeps these checkpoints from eviction for a `with` block."""
+        """Protects these checkpoints from eviction for a `with` block."""
         for one in checkpoints:
             one.locks += 1
         try:
@@ -195,11 +195,11 @@ class PrefixTree:
         return [one for one in self._checkpoints if one.locks]
 
     def holds(self, checkpoint: Checkpoint) -> bool:
-        """Returns True until a checkpoint is evicted. Thread-safe."""
+        """Returns True if a checkpoint has not been evicted. Thread-safe."""
         return checkpoint in self._checkpoints
 
     def use(self, checkpoint: Checkpoint) -> None:
-        """Notes that a sequence resumed at a checkpoint."""
+        """Records that a sequence resumed at a checkpoint."""
         self._checkpoints.pop(checkpoint, None)
         self._checkpoints[checkpoint] = None
         if self._ends.pop(checkpoint, self) is None:
@@ -212,9 +212,9 @@ class PrefixTree:
 
     def supersede(self, tokens: Sequence[int], expected: Collection[int], near: Node | None = None,
                   line: Line | None = None) -> list[Checkpoint]:
-        """Notes that a conversation has reached the end of `tokens`: of the checkpoints on the path, only those at the
-        expected positions, ends of other lines, and those that several prompts resumed at, stay likely to be resumed.
-        Returns those at the expected positions. near: as in `insert`."""
+        """Records that a conversation has reached the end of `tokens`. A checkpoint on the path stays likely to be
+        resumed only if it is at an expected position, is an end of another line, or several prompts resumed at it.
+        Returns the checkpoints at the expected positions, ascending. near: as in `insert`."""
         found, start = [], self._nearest(near, len(tokens))
         for node, depth, rest in chain(_upward(start), self._walk(tokens, start)):
             if not node.checkpoints or depth < node.depth:
@@ -238,14 +238,14 @@ class PrefixTree:
         return self._path[1]
 
     def leave(self, node: Node) -> None:
-        """Takes a user from a node, whose pages need not stay for it any more."""
+        """Removes a user from a node: a sequence that needs the node's pages no longer."""
         node.users -= 1
         self._prune(node)
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], slot: int, page: int | None,
                logits: Any = None, near: Node | None = None) -> Checkpoint:
-        """Keeps the state after `tokens`. Takes over `slot` and the partial page; shares the full `pages`. near: a node
-        on the path of the tokens, from which the walk starts."""
+        """Adds a checkpoint after `tokens` and returns it. Takes over `slot` and the partial page; shares the full
+        `pages`. near: a node on the path of the tokens, from which the walk starts."""
         start = self._nearest(near, len(tokens))
         parent = None
         for node, depth, rest in self._walk(tokens, start):
@@ -278,7 +278,7 @@ class PrefixTree:
         return checkpoint
 
     def keep_logits(self, most: int) -> None:
-        """Drops the logits of all checkpoints but the `most` that were used last."""
+        """Drops the logits of all checkpoints except the `most` most recently used ones that have logits."""
         while len(self._ends) > max(most, 0):
             checkpoint = next(iter(self._ends))
             del self._ends[checkpoint]
@@ -286,9 +286,9 @@ class PrefixTree:
             self.changes += 1
 
     def evict(self, keeping: bool = False) -> bool:
-        """Removes the least valuable checkpoint and the pages that only it needed; False if all are locked. keeping:
-        for another checkpoint, and not for what a sequence cannot run without: then also False if only pinned ones,
-        ends of preempted sequences and ends of lines with running sequences are left."""
+        """Removes the least valuable checkpoint and the pages that only it needed; returns False if all are locked.
+        keeping: the memory is for another checkpoint, not for a sequence to run: then also returns False if only pinned
+        checkpoints, ends of preempted sequences and ends of lines with running sequences are left."""
         victim = min((one for one in self._checkpoints if not one.locks), key=self._order, default=None)
         if victim is None or (keeping and any(self._order(victim)[:3])):
             return False
@@ -300,7 +300,7 @@ class PrefixTree:
         return True
 
     def renumber(self, moved: Mapping[int, int]) -> None:
-        """Replaces the numbers of pages that have moved."""
+        """Replaces the numbers of moved pages. moved: new numbers by old ones."""
         self._path = None
         for node in self._nodes():
             if not moved.keys().isdisjoint(node.pages):
@@ -310,7 +310,7 @@ class PrefixTree:
                 checkpoint.page = moved.get(checkpoint.page, checkpoint.page)
 
     def owned_pages(self) -> Iterator[int]:
-        """Yields every page, once per owner in the tree."""
+        """Yields the pages that nodes and checkpoints own, each once per owner."""
         yield from (checkpoint.page for checkpoint in self._checkpoints if checkpoint.page is not None)
         yield from chain.from_iterable(node.pages for node in self._nodes())
 
@@ -345,16 +345,16 @@ class PrefixTree:
         return checkpoint.age + saved / (self._slot_tokens + saved)
 
     def _nearest(self, node: Node | None, length: int) -> Node:
-        """Returns a node or the first of its ancestors that is in the tree and not deeper than so many tokens."""
+        """Returns the node itself, or its nearest ancestor, that is in the tree and at most `length` tokens deep."""
         node = node or self._root
         while node.parent is not None and (not node.kept or node.depth * PAGE > length):
             node = node.parent
         return node
 
     def _walk(self, tokens: Sequence[int], first: Node | None = None) -> Iterator[tuple[Node, int, bytes]]:
-        """Yields the nodes on the path of `tokens`, from the first one or the root on, each with its depth and the keys
-        of the tokens' next page, or of the rest. The last node may be only partly on the path: then the depth is that
-        of its matching pages. Keys are made block by block, as the path of an unknown prompt is short."""
+        """Yields the nodes on the path of `tokens`, starting at `first` or the root, each with its depth and the keys
+        of the tokens' next page, or of the rest. The last node may lie only partly on the path: then the depth is that
+        of its matching pages. Keys are computed in blocks, because the path of an unknown prompt is short."""
         first = first or self._root
         node: Node | None = first
         depth, block = first.depth, 4
@@ -379,13 +379,13 @@ class PrefixTree:
             place, depth = place + passed * _BYTES, depth + passed
 
     def _deepest(self, node: Node, rest: bytes, length: int, end: bool) -> Checkpoint | None:
-        """Returns the deepest checkpoint of a node where a prompt of `length` tokens, with `rest` next, can resume."""
+        """Returns the node's deepest checkpoint where a prompt of `length` tokens can resume. rest: its next keys."""
         fits = [one for one in node.checkpoints.values() if rest.startswith(one.tail)
                 and (one.done < length or (end and one.logits is not None))]
         return max(fits, key=lambda one: one.done, default=None)
 
     def _extend(self, node: Node, keys: bytes, pages: Sequence[int]) -> Node:
-        """Adds a child for these pages and returns it; returns the node itself if there are none."""
+        """Adds a child with these pages and returns it; returns the node itself if `pages` is empty."""
         assert len(keys) == len(pages) * _BYTES, "a prefix has not as many pages as it fills"
         if not pages:
             return node
@@ -394,7 +394,7 @@ class PrefixTree:
         return child
 
     def _split(self, node: Node, depth: int) -> Node:
-        """Returns the node that ends at `depth`, splitting the node if that is within it."""
+        """Returns the node that ends at `depth`, splitting `node` if the depth is within it."""
         if depth == node.depth:
             return node
         parent, first = node.parent, len(node.pages) + depth - node.depth
@@ -430,7 +430,7 @@ class PrefixTree:
         self._prune(checkpoint.node)
 
     def _prune(self, node: Node) -> None:
-        """Removes a node, or joins it with its child, if nothing needs its end any more."""
+        """Removes a node, or joins it with its only child, if nothing needs its end any more."""
         if node.parent is not None and not (node.children or node.checkpoints or node.users):
             del node.parent.children[node.key]
             node.kept = False
@@ -448,28 +448,28 @@ class PrefixTree:
 
 
 def _upward(node: Node) -> Iterator[tuple[Node, int, bytes]]:
-    """Yields the ancestors of a node, the nearest first, in the form of `_walk`."""
+    """Yields the ancestors of a node, nearest first, in the form of `_walk`."""
     while node.parent is not None:
         yield node.parent, node.parent.depth, node.keys
         node = node.parent
 
 
 def _passed(node: Node, rest: bytes, length: int) -> Checkpoint | None:
-    """Returns the deepest checkpoint of a node that a prefix of `length` tokens, with `rest` next, passes."""
+    """Returns the node's deepest checkpoint before the end of a prefix of `length` tokens. rest: the keys after it."""
     passed = (one for one in node.checkpoints.values() if one.done < length and rest.startswith(one.tail))
     return max(passed, key=lambda one: one.done, default=None)
 
 
 def _begins(node: Node, tokens: Sequence[int], depth: int) -> bool:
-    """True if the whole run of a node is that of the tokens after so many pages. Only for arrays, which are compared
-    where they are."""
+    """Returns True if the node's whole run equals the tokens after `depth` pages. Only for arrays, which are compared
+    without a copy; False for other sequences."""
     end = (depth + len(node.pages)) * PAGE
     return (isinstance(tokens, array) and len(tokens) >= end
             and node.keys.startswith(memoryview(tokens)[depth * PAGE:end]))
 
 
 def _pages_in_common(left: bytes, right: bytes) -> int:
-    """Returns how many full pages two runs of keys have in common."""
+    """Returns the number of leading full pages that two runs of keys have in common."""
     low, high = 0, min(len(left), len(right)) // _BYTES
     middle = high
     while low < high:

@@ -1,9 +1,9 @@
-"""The pools of a model that several devices share: each has its part of every page and slot, under one account.
+"""The pools of a model that several devices share: each device has a part of every page and slot, under one account.
 
-Pages, slots and delta logs have the same numbers on all devices. A shard has the K/V heads, key heads and value heads
-of its layers and the convolution channels of these heads, in the order q, k, v; a K/V head that several shards need is
-on each of them. Each GPU has the hidden states for a draft head; of the virtual devices of a CPU only the first one.
-Items of the tiers are whole (`item_copies`), so that any number of devices reads what any other has written.
+Pages, slots and delta logs have the same numbers on all devices. A shard stores the K/V heads, key heads and value
+heads of its layers and the convolution channels of these heads, in the order q, k, v. A K/V head that several shards
+need is on each of them. Every GPU stores the hidden states for a draft head; of the virtual devices of a CPU, only the
+first does. Items of the tiers are whole (`item_copies`), so any number of devices reads what any other has written.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _Ranges = list[tuple[int, int]]
 class ShardedPools:
     """The pools of all devices.
 
-    shards: those of each device, which its layers read and write.
-    item: pools of one page and one slot without memory, in the shapes of items.
-    backlogs: as in `CachePools`, of all shards.
+    shards: the pools of each device, which its layers read and write.
+    item: pools of one page and one slot on the meta device (no memory), in the shapes of whole items.
+    backlogs: as in `CachePools`, for all shards.
     """
 
     shards: tuple[CachePools, ...]
@@ -40,7 +40,7 @@ class ShardedPools:
 
     @property
     def sizes(self) -> PoolSizes:
-        """With the bytes of all shards together."""
+        """The sizes of the pools, with the bytes of all shards together."""
         sizes, count = self.shards[0].sizes, len(self.shards)
         slot = sum(shard.sizes.slot_bytes for shard in self.shards)
         return replace(sizes, token_bytes=count * sizes.token_bytes, slot_bytes=slot,
@@ -57,11 +57,11 @@ class ShardedPools:
 
     @property
     def device(self) -> torch.device:
-        """The first shard's, which has the batches and the logits."""
+        """The device of the first shard, which has the batches and the logits."""
         return self.shards[0].device
 
     def hold(self, content: object) -> int:
-        """As in `CachePools`. Every shard holds the object, by the same number."""
+        """As in `CachePools`. Every shard holds the object under the same number."""
         number, *others = (shard.hold(content) for shard in self.shards)
         assert all(other == number for other in others), "shards disagree about the objects that they hold"
         return number
@@ -92,7 +92,7 @@ class ShardedPools:
                     shard.apply(same)
 
     def sound(self, slots: Sequence[int], pages: Sequence[int], done: int) -> bool:
-        """As in `CachePools`, of all shards."""
+        """As in `CachePools`, for all shards."""
         self._write_backlogs()
         for shard in self.shards:
             with shard.current():
@@ -108,8 +108,8 @@ class ShardedPools:
 
 def allocate_shards(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, ops: Sequence[Ops],
                     devices: Sequence[str], extras: PoolOptions = PLAIN) -> CachePools | ShardedPools:
-    """As `allocate`, on each of these devices, with ops for each. config: of the whole model. extras.layout: of one
-    shard, as `frame_layout` returns it for the `shard_config`."""
+    """As `allocate`, for several devices with one `Ops` each. config: the config of the whole model. extras.layout: the
+    layout of one shard, as `frame_layout` returns it for the `shard_config`."""
     count = len(devices)
     if count == 1:
         return allocate(config, pages, slots, dtype, ops[0], devices[0], extras)
@@ -123,8 +123,8 @@ def allocate_shards(config: ModelConfig, pages: int, slots: int, dtype: torch.dt
 
 
 def item_parts(config: ModelConfig, shards: int, index: int, kv: torch.dtype, tiled: bool) -> dict[str, TensorPart]:
-    """Returns the parts of items' tensors on a shard. Tensors without an entry are whole. kv: dtype of K/V. tiled: as
-    in `GdnSpec`."""
+    """Returns the parts of items' tensors on shard `index`, by name. Tensors without an entry are stored whole. kv:
+    dtype of K/V. tiled: as in `GdnSpec`."""
     own, heads, dim = shard_config(config, shards), config.num_key_value_heads, config.head_dim
     first = index * heads // shards
     parts = {name: TensorPart((heads, width(dim, bits, kv)),
@@ -148,16 +148,16 @@ def item_parts(config: ModelConfig, shards: int, index: int, kv: torch.dtype, ti
 
 
 def _sections(dim: int, bits: int, kv: torch.dtype) -> tuple[int, ...]:
-    """Returns the entries of a head in each section of a token's K/V; int8 has two, int4 three (the second one is empty
-    for values)."""
+    """Returns the number of entries per head in each section of a token's K/V. int8 has two sections, int4 three (the
+    second one is empty for values), other dtypes one."""
     if kv == INT8:
         return dim, 4
     return (dim // 2, dim * (bits - 4) // 8, 2) if kv == INT4 else (dim,)
 
 
 def _entries(sections: Iterable[tuple[int, int, _Ranges]]) -> tuple[tuple[int, int], ...]:
-    """Returns a shard's ranges of entries, in sections side by side. Each has a number of heads, a head's entries, and
-    the shard's ranges of heads."""
+    """Returns a shard's ranges of entries. sections: sections that lie side by side, each as its number of heads, the
+    entries per head, and the shard's ranges of heads."""
     found, before = _Ranges(), 0
     for heads, size, own in sections:
         found += [(before + start * size, before + end * size) for start, end in own if size]

@@ -39,14 +39,14 @@ from deltic.ops.types import PAGE, RING, DeltaLogView, KvView, StateView
 
 _ALIGNMENT = 64
 STATE_LAYOUT = 2
-"""Grows when the meaning of pages or slots changes, so that items of older versions are not used."""
+"""Version of the layout of pages and slots. It grows with each change, so that items of older versions are not used."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """delta_logs: number of state delta logs. head: the model's draft head runs, which has K/V of its own and reads the
-    last hidden state. tiled: as in `GdnSpec`. kv: dtype of K/V; None: the model's. state: dtype of recurrent states.
-    layout: pages and slots share memory."""
+    """delta_logs: number of state delta logs. head: True if the model's draft head runs, which has K/V of its own and
+    reads the last hidden state. tiled: as in `GdnSpec`. kv: dtype of K/V; None: the model's. state: dtype of recurrent
+    states. layout: how pages and slots share memory, if they do."""
 
     delta_logs: int = 0
     head: bool = False
@@ -61,7 +61,7 @@ PLAIN = PoolOptions()
 
 @dataclass(frozen=True, slots=True)
 class _UnitTensor:
-    """The part of a page, slot or delta log that lies in one tensor: `shape` in each of `layers`."""
+    """The part of a page, slot or delta log that lies in one tensor: an array of `shape` for each of `layers`."""
 
     layers: int
     shape: tuple[int, ...]
@@ -80,8 +80,8 @@ class _UnitTensor:
         return ops.reserve((self.layers, units, *self.shape), self.dtype, device)
 
     def within(self, block: Tensor, units: int, start: int, step: int) -> Tensor:
-        """Returns a view [layers, units, ...] of bytes: units side by side from `start` on, those of the next layer
-        `step` bytes later. Layers may overlap."""
+        """Returns a view [layers, units, ...] of a block of bytes: the units of layer 0 lie side by side from byte
+        `start` on, the units of each further layer begin `step` bytes later. Layers may overlap."""
         strides = torch.empty(self.shape, device="meta").stride()
         size = self.dtype.itemsize
         return block.view(self.dtype).as_strided((self.layers, units, *self.shape), (step // size, self.entry // size,
@@ -104,7 +104,7 @@ def _slot(config: ModelConfig, dtype: torch.dtype, head: bool, state: torch.dtyp
 
 
 def _delta_log(config: ModelConfig, dtype: torch.dtype) -> tuple[_UnitTensor, ...]:
-    """Convolution inputs, keys, updates and decays; empty without recurrent layers."""
+    """Returns the parts of a delta log: convolution inputs, keys, updates, decays. Empty without recurrent layers."""
     layers, linear = len(config.linear_layers), config.linear
     if linear is None:
         return ()
@@ -115,8 +115,8 @@ def _delta_log(config: ModelConfig, dtype: torch.dtype) -> tuple[_UnitTensor, ..
 
 
 def frame_layout(config: ModelConfig, dtype: torch.dtype, extras: PoolOptions) -> FrameLayout | None:
-    """Returns how pages and slots share memory; None if they cannot: without layers of one kind, with keys and values
-    of different sizes, or if pages would fill less than seven eighths of a state."""
+    """Returns the layout in which pages and slots share memory. Returns None if they cannot: if the model lacks
+    attention or recurrent layers, if keys and values differ in size, or if pages fill less than 7/8 of a state."""
     page = _page(config, extras.kv or dtype, extras.head)
     slot = _slot(config, dtype, extras.head, extras.state)
     state, keys = slot["recurrent"], page["keys"]
@@ -136,8 +136,8 @@ def page_bytes(config: ModelConfig, dtype: torch.dtype, head: bool = False) -> i
 
 
 def slot_bytes(config: ModelConfig, dtype: torch.dtype, head: bool = False, kind: torch.dtype = torch.float32) -> int:
-    """Returns the bytes of a slot: recurrent state (of dtype `kind`) and convolution inputs in every recurrent layer;
-    for a draft head the last hidden state."""
+    """Returns the bytes of a slot: recurrent state (of dtype `kind`) and convolution inputs in every recurrent layer,
+    and the last hidden state if a draft head runs."""
     return sum(part.nbytes for part in _slot(config, dtype, head, kind).values())
 
 
@@ -150,25 +150,25 @@ def delta_log_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 class CachePools:
     """The tensors of A attention layers (the draft head's is the last) and G recurrent layers.
 
-    keys, values: [A, pages, PAGE, kv_heads, head_dim]; with int4 the last size is of `ops.kv.width`.
+    keys, values: [A, pages, PAGE, kv_heads, head_dim]; with int4 the last dimension is `ops.kv.width`.
     recurrent: [G, slots, Hv, Dk, Dv] float32 or bfloat16.
     conv: [G, slots, conv_kernel, C].
-    ops: copies and flushes.
-    hidden: [1, slots, H] float32, of a slot's last token after the final norm; None without a draft head.
+    ops: the kernels that copy and flush.
+    hidden: [1, slots, H] float32, hidden state of a slot's last token after the final norm; None without a draft head.
     delta_logs: inputs, keys, updates, decays of `DeltaLogView`, each with a leading dimension G; None without logs.
     tiled: as in `GdnSpec`.
     vocabulary: size of the logits that are kept with states; None: any.
-    arriving: by attention layer, as in `KvView`.
-    copying: copies that may still be under way, oldest first.
-    held: objects that queued operations name by a number.
-    numbers: the next numbers.
-    layout: the tensors of pages and `recurrent` are views of the same memory, whose layers overlap; only some numbers
-        of pages and slots are used.
+    arriving: pending copies by attention layer, as in `KvView`.
+    copying: copies that may not be complete yet, oldest first.
+    held: objects of queued operations, keyed by the number with which an operation refers to them.
+    numbers: the source of these numbers.
+    layout: set if the tensors of pages and `recurrent` are views of the same memory, whose layers overlap; then only
+        some numbers of pages and slots are used.
     backlogs: weak references to methods that write deferred K/V. `apply` and `sound` call them first.
-    parts: what these pools have of an item's tensors, by name, if they are a shard's; else all of them.
+    parts: for a shard, the parts of an item's tensors that it stores, by name; empty if these pools store all of them.
 
-    Memory is not initialised: a slot is read only after a write (rows with done = 0 start from zero), a K/V entry only
-    below its sequence's cursor. Pages that were never used are never touched, so that they cost no memory.
+    Memory is not initialised. A slot is read only after a write (rows with done = 0 start from zero), a K/V entry only
+    below its sequence's cursor. Unused pages are never touched, so that they cost no memory.
     """
 
     keys: Tensor
@@ -190,12 +190,12 @@ class CachePools:
 
     @property
     def shards(self) -> tuple[CachePools, ...]:
-        """The pools of each device: these."""
+        """The pools of each device: only this one."""
         return (self,)
 
     @property
     def named_pages(self) -> dict[str, Tensor]:
-        """The tensors of the pages, [layers, pages, PAGE, ...] each."""
+        """The tensors of the pages by name, each [layers, pages, PAGE, ...]."""
         return {"keys": self.keys, "values": self.values}
 
     @property
@@ -204,7 +204,7 @@ class CachePools:
 
     @property
     def named_slots(self) -> dict[str, Tensor]:
-        """The tensors of the slots, [layers, slots, ...] each."""
+        """The tensors of the slots by name, each [layers, slots, ...]."""
         named = {"recurrent": self.recurrent, "conv": self.conv}
         return named if self.hidden is None else {**named, "hidden": self.hidden}
 
@@ -244,7 +244,7 @@ class CachePools:
         return self.keys.device
 
     def current(self) -> AbstractContextManager[object]:
-        """Makes the device of these pools the current one."""
+        """Returns a context in which the device of these pools is the current CUDA device."""
         return torch.cuda.device(self.device) if self.keys.is_cuda else nullcontext()
 
     def kv_views(self) -> tuple[KvView, ...]:
@@ -259,19 +259,19 @@ class CachePools:
         return tuple(map(StateView, self.recurrent, self.conv, logs))
 
     def hold(self, content: object) -> int:
-        """Holds an object for an operation, which names it by the returned number."""
+        """Stores an object for an operation. Returns the number with which the operation refers to it."""
         number = next(self.numbers)
         self.held[number] = content
         return number
 
     def wait(self) -> None:
-        """Makes the work that follows wait for all K/V that is being copied."""
+        """Makes all later work wait for the K/V copies under way."""
         for copies in self.arriving.values():
             while copies:
                 copies.pop(0).wait()
 
     def forget(self, operations: Sequence[Operation]) -> None:
-        """Drops what is held for operations that will not be carried out."""
+        """Drops the objects held for operations that will not be carried out."""
         for operation in operations:
             if isinstance(operation, StoreItem | RestoreItem):
                 self.held.pop(operation.item, None)
@@ -330,7 +330,7 @@ class CachePools:
 
 def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, ops: Ops, device: str = "cpu",
              extras: PoolOptions = PLAIN) -> CachePools:
-    """Reserves address space for the pools. Raises ConfigError if that is refused."""
+    """Returns pools in newly reserved address space. Raises ConfigError if the system refuses it."""
     page = _page(config, extras.kv or dtype, extras.head)
     slot = _slot(config, dtype, extras.head, extras.state)
     layout, log_parts = extras.layout, _delta_log(config, dtype) if extras.delta_logs else ()
@@ -351,8 +351,8 @@ def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, op
 
 def _share(page: dict[str, _UnitTensor], slot: dict[str, _UnitTensor], layout: FrameLayout, frames: int, slots: int,
            device: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns the tensors of pages and slots as views of one block; the parts of slots that never change hands have
-    memory of their own."""
+    """Returns the tensors of pages and slots as views of one block. The parts of slots that lie outside of frames
+    (`FrameLayout.side`) have memory of their own."""
     block = reserve((-(-frames * layout.size // _ALIGNMENT) * _ALIGNMENT,), torch.uint8, device)
     numbers = layout.first_page(frames - 1) + layout.pages
     run = layout.pages * layout.page_step

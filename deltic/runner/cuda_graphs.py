@@ -31,8 +31,8 @@ _MAX_FILE_BYTES, _MAX_ENTRIES, _MAX_SIZE = 1 << 16, 64, 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """numbers: the graph reads the step's integers here. logits [rows, V]: it writes them here, in memory that other
-    graphs use too."""
+    """numbers: the memory from which the graph reads a step's integers. logits [rows, V]: the memory to which it writes
+    the logits; other graphs use it too."""
 
     graph: torch.cuda.CUDAGraph
     numbers: Tensor
@@ -40,7 +40,7 @@ class _Captured:
 
 
 class _Borrowed:
-    """A tensor's memory without ownership: graphs that run one after another share their working memory."""
+    """A tensor's memory without ownership: graphs run one after another, so they share their working memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         assert tensor.dtype == torch.float32 and tensor.is_contiguous()
@@ -49,20 +49,20 @@ class _Borrowed:
 
 
 def borrowed(tensor: Tensor) -> Tensor:
-    """Returns the same memory without keeping it."""
+    """Returns a tensor over the same memory that does not keep it allocated."""
     return torch.as_tensor(_Borrowed(tensor), device=tensor.device)
 
 
 class CudaGraphs:
-    """Replays graphs of `forward`. The first step of a bucket runs without a graph and is recorded afterwards;
-    recording runs nothing, so every step happens once."""
+    """Replays graphs of `forward`. The first step of a bucket runs without a graph and is recorded afterwards.
+    Recording does not run the step, so every step runs once."""
 
     def __init__(self, forward: Callable[[Batch], Tensor]) -> None:
         """forward: returns the logits [L, V] of a step; must launch the same kernels for all steps of a bucket."""
         self._forward = forward
         self._captured: dict[BucketKey, _Captured] = {}
         self._adapted: dict[BucketKey, _Captured] = {}
-        """Of steps with adapters."""
+        """Graphs of steps with adapters."""
         self._pool: Any = None
 
     @property
@@ -92,7 +92,7 @@ class CudaGraphs:
         return captured.logits
 
     def capture(self, padded: Padded) -> None:
-        """Records the bucket of this step. The graph reads the step's integers from then on."""
+        """Records a graph for the bucket of this step. It reads its integers from the memory of `padded.numbers`."""
         numbers, static = padded.numbers, step_of(padded)
         graph, logits = record(lambda: self._forward(static), self._pool)
         self._pool = self._pool or graph.pool()
@@ -101,8 +101,8 @@ class CudaGraphs:
 
 
 def recorded_buckets(model: Path | None, max_rows: int, max_context: int) -> Iterator[tuple[int, int]]:
-    """Yields rows and pages of the decode buckets to record, the largest first. model: its directory or file; None: no
-    files. Raises ConfigError if the file is invalid."""
+    """Yields rows and pages of the decode buckets to record, largest first. model: the model's directory or file; None:
+    it has no files. Raises ConfigError if the file of buckets is invalid."""
     path = _file(model)
     if path is None or not path.is_file():
         yield from buckets(max_rows, max_context)
@@ -113,17 +113,17 @@ def recorded_buckets(model: Path | None, max_rows: int, max_context: int) -> Ite
 
 
 def buckets(max_rows: int, max_context: int) -> Iterator[tuple[int, int]]:
-    """Yields rows and pages of all decode buckets, the largest first."""
+    """Yields rows and pages of all decode buckets, largest first."""
     yield from _smaller(*bucket_of(max_rows, max_context), 2)
 
 
 def bucket_of(rows: int, context: int) -> tuple[int, int]:
-    """Rows and pages of the decode bucket for so many rows and tokens of context."""
+    """Returns rows and pages of the decode bucket for `rows` rows and `context` tokens."""
     return power_of_two(rows), decode_pages(-(-context // PAGE))
 
 
 def draft_buckets(max_rows: int, max_context: int) -> Iterator[tuple[int, int]]:
-    """Yields rows and pages of all buckets with drafts, the largest first."""
+    """Yields rows and pages of all buckets with drafts, largest first."""
     yield from _smaller(power_of_two(max_rows), draft_pages(-(-max_context // PAGE)), 4)
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallel: how many GPUs a model takes, and whether they hold it. Nothing is read yet."""
+"""Tensor parallelism: chooses the number of GPUs of a model and checks that the weights fit, before reading them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from deltic.runner.weights import OpenedModel, WeightReader
 log = logging.getLogger("deltic")
 
 def choose_degree(source: OpenedModel, options: EngineConfig, ops: Ops, dtype: DType, plan: PlanCache) -> EngineConfig:
-    """Returns the options with the fewest GPUs that hold the weights and the context, if `tp` is auto and the device is
-    not one of them. Raises ConfigError if the GPUs of another `tp` do not hold the weights. plan: as in `plan_layers`.
+    """Returns the options with the fewest GPUs that hold the weights and the context, if `tp` is auto and `device`
+    names no single GPU. For a given `tp`, raises ConfigError if the weights do not fit. plan: as in `plan_layers`.
     """
     if options.tp != AUTO:
         check_room(source, options, ops, dtype)
@@ -45,7 +45,7 @@ def choose_degree(source: OpenedModel, options: EngineConfig, ops: Ops, dtype: D
 
 
 def check_room(source: OpenedModel, options: EngineConfig, ops: Ops, dtype: DType) -> None:
-    """Raises ConfigError if weights that are split over GPUs do not fit them."""
+    """Raises ConfigError if the weights are split over GPUs and a GPU's part does not fit."""
     if options.shards == 1 or not options.on_gpu:
         return
     weights = _bytes_of(WeightReader(source, options, ops, dtype))
@@ -58,7 +58,7 @@ def check_room(source: OpenedModel, options: EngineConfig, ops: Ops, dtype: DTyp
 
 
 def _bytes_of(reader: WeightReader) -> int:
-    """Returns the bytes of all weights on the GPU that has the most."""
+    """Returns the bytes of weights on the GPU with the most."""
     config, head = reader.source.config, 0
     if isinstance(reader.options.speculation, Auto | Mtp) and config.num_mtp_layers == 1:
         head = sum(map(prod, expected_head(config).values())) * DTYPE_BYTES[reader.dtype]

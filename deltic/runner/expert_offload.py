@@ -1,4 +1,4 @@
-"""MoE offload: places experts in device and host memory, and keeps the profile of their use."""
+"""MoE offload: places experts in device and host memory, and stores the profile of their use."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ log = logging.getLogger("deltic")
 
 _MOST_PROFILE = 64 << 20
 _MOST_THREADS, _OTHERS = 16, 2
-"""Threads that compute experts beside a GPU at most, and cores that are left for others: the memory is slower than
-more of them."""
+"""Maximum number of threads that compute experts beside a GPU, and number of cores left for other work. Memory
+bandwidth is the limit beyond that."""
 _READS = 0.85
-"""What kernels reach of a copy's rate while the host computes, which reads the same memory."""
+"""Fraction of a copy's rate that kernels reach while the host also reads the same memory to compute."""
 _LEAST_SHARE = 0.1
-"""Of the experts beside a GPU; computing fewer on the host is not worth asking it."""
+"""Minimum share of the experts beside a GPU that the host computes: for a smaller share, involving it does not pay."""
 
 
 @dataclass(slots=True)
 class ExpertOffload:
     """The offloaded experts of a model. profile: the file of their scores, if there is one. rates: bytes of experts per
-    second that the host computes and that a GPU copies, if both were measured."""
+    second that the host computes and that the GPU copies, if both were measured."""
 
     store: ExpertStore | GpuExpertCache
     profile: Path | None
     rates: tuple[float, float] | None = None
 
     def statistics(self) -> ExpertStatistics:
-        """Thread-safe."""
+        """Returns the statistics of the store. Thread-safe."""
         return self.store.statistics()
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class ExpertOffload:
 def check_experts(files: ModelFiles | None, config: ModelConfig, options: EngineConfig, dtype: str,
                   packed: bool) -> None:
     """Raises ConfigError if the options offload experts and this model does not allow it. files: None for random
-    weights. packed: the weights stay as in a GGUF file, or are quantized at load."""
+    weights. packed: True if the weights stay as in a GGUF file or are quantized at load."""
     if not options.offloads_experts:
         if options.expert_compute != "auto" and config.experts:
             raise ConfigError(f"expert_compute={options.expert_compute} needs experts offloaded from a GPU: leave it "
@@ -112,14 +112,14 @@ def _not_beside_the_card(config: ModelConfig, experts: ExpertsConfig, options: E
         return "it needs a GPU of compute capability 8.0 or later"
     shape = ExpertsShape(config.hidden_size, experts.size, experts.count, experts.per_token, bool(experts.shared_size),
                          True)
-    if not packed and not shape.known:  # of quantized ones it was asked before
+    if not packed and not shape.known:  # quantized experts were checked before
         return "the kernels do not know experts of these sizes"
     return None
 
 
 def place_experts(plain: PinnedExpertStore | None, weights: dict[str, Weight], files: ModelFiles | None,
                   config: ModelConfig, options: EngineConfig, ops: Ops, dtype: DType) -> ExpertOffload | None:
-    """Places experts that are not all in the device's memory. plain: those beside a GPU, unless they are quantized."""
+    """Places the experts if they are offloaded, else returns None. plain: the store of unquantized experts, if any."""
     if beside_card(options):
         assert config.experts
         return fill_card(plain or tile_store(weights, config, options), options, config.experts)
@@ -127,7 +127,7 @@ def place_experts(plain: PinnedExpertStore | None, weights: dict[str, Weight], f
 
 
 def unpacks_experts(experts: ExpertOffload | None, weights: DecoderWeights) -> bool:
-    """True if a GPU dequantizes a layer's experts for steps of many tokens."""
+    """Returns True if a GPU dequantizes a layer's experts for steps of many tokens."""
     if experts:
         return isinstance(experts.store, TileStore)
     return any(isinstance(layer.mlp.parts[0].down, Tiles) for layer in weights.layers
@@ -135,26 +135,26 @@ def unpacks_experts(experts: ExpertOffload | None, weights: DecoderWeights) -> b
 
 
 def beside_card(options: EngineConfig) -> bool:
-    """True if experts are offloaded from a GPU."""
+    """Returns True if experts are offloaded from a GPU."""
     return options.offloads_experts and bool(options.on_gpu)
 
 
 def plain_store(config: ModelConfig, options: EngineConfig) -> PinnedExpertStore:
-    """Returns the store that takes bfloat16 experts while weights are read."""
+    """Returns an empty store, which takes bfloat16 experts while weights are read."""
     assert config.experts
     return PinnedExpertStore(len(config.layer_types), config.experts.count, config.experts.size, config.hidden_size,
                       torch.device(options.device), options.expert_refresh)
 
 
 def tile_store(weights: dict[str, Weight], config: ModelConfig, options: EngineConfig) -> TileStore:
-    """Returns a store with the model's quantized experts, which it removes from the weights."""
+    """Moves the model's quantized experts from `weights` to a store and returns it."""
     return TileStore(take_stacks(weights, len(config.layer_types)), torch.device(options.device),
                      options.expert_refresh)
 
 
 def fill_card(store: GpuExpertCache, options: EngineConfig, experts: ExpertsConfig) -> ExpertOffload:
-    """Places experts on the GPU as the options say. Call it after the other weights are loaded."""
-    torch.cuda.empty_cache()  # what was needed to make the weights
+    """Places as many experts on the GPU as the options allow. Call it after the other weights are loaded."""
+    torch.cuda.empty_cache()  # frees the temporaries of loading weights
     free = free_on_card(options)
     if isinstance(store, TileStore):
         free -= scratch_bytes(experts.count + bool(experts.shared_size), experts.size, store.hidden)
@@ -171,8 +171,8 @@ def fill_card(store: GpuExpertCache, options: EngineConfig, experts: ExpertsConf
 
 
 def _share_with_host(store: PinnedExpertStore, options: EngineConfig, per_token: int) -> tuple[float, float]:
-    """Lets the host's cores compute a share of the experts that are not on the GPU: that of the options, or the one
-    with which both end at the same time. Returns the rates of `ExpertOffload`."""
+    """Lets the host's cores compute a share of the experts that are not on the GPU: all of them if the options say so,
+    otherwise the share with which host and GPU end at the same time. Returns the rates of `ExpertOffload`."""
     threads = offload_threads(options)
     beside = OffloadedExperts(store.matrices, store.hidden, per_token, threads, pinned=True)
     host, card = beside.rate(), store.copy_rate()
@@ -188,20 +188,20 @@ def _share_with_host(store: PinnedExpertStore, options: EngineConfig, per_token:
 
 
 def offload_threads(options: EngineConfig) -> tuple[int, int]:
-    """Returns the number of threads that compute beside a GPU, and the level of their instructions."""
+    """Returns the number of threads that compute beside a GPU, and the level of their instruction set."""
     threads = options.threads or max(1, min(available_cores() - _OTHERS, _MOST_THREADS))
     return threads, pool_of(options.cpu_level).level
 
 
 def host_share(host: float, card: float) -> float:
-    """Returns the share, from 0 to 1, of experts that are not on the GPU for the host to compute, so that both end at
-    the same time. host, card: bytes per second that the host computes and that the GPU reads."""
+    """Returns the share (0 to 1) of the experts not on the GPU that the host should compute, so that both end at the
+    same time. host, card: bytes per second that the host computes and that the GPU reads."""
     share = host / (host + card)
     return share if share >= _LEAST_SHARE else 0.0
 
 
 def open_experts(files: ModelFiles, options: EngineConfig, ops: Ops, dtype: DType) -> ExpertOffload:
-    """Opens the experts with as many in memory as the options say. Call it after the other weights are loaded."""
+    """Opens experts on disk, with as many in memory as the options allow. Call it after other weights are loaded."""
     layers = files.stored_experts(dtype)
     slots = _slots([expert_bytes(experts[0]) for experts in layers], len(layers[0]), options, available_memory())
     pool = cast(ThreadPool, ops.moe.__self__)  # type: ignore[attr-defined]
@@ -218,8 +218,8 @@ def open_experts(files: ModelFiles, options: EngineConfig, ops: Ops, dtype: DTyp
 
 
 def _slots(sizes: Sequence[int], count: int, options: EngineConfig, free: int) -> int:
-    """Returns how many of `count` experts of each layer are in memory. sizes: bytes of an expert by layer. free: bytes
-    that are available."""
+    """Returns the number of experts of each layer to keep in memory, at most `count`. sizes: bytes of an expert by
+    layer. free: available bytes."""
     budget, most = options.expert_bytes, min(options.expert_cap or count, count)
     if options.expert_memory == "auto":
         budget = free - parse_bytes(options.expert_reserve) - (options.memory_bytes or 0)
@@ -235,7 +235,7 @@ def _left(options: EngineConfig, budget: int | None) -> str:
 
 
 def _read_profile(path: Path, counts: Sequence[int]) -> list[list[float]]:
-    """Returns scores by layer. counts: experts of each layer. Raises ConfigError if the file does not fit the model."""
+    """Returns expert scores by layer. counts: experts by layer. Raises ConfigError if the file does not fit these."""
     try:
         with open_plain(path) as file:
             text = file.read(_MOST_PROFILE + 1)

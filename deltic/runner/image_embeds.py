@@ -1,4 +1,4 @@
-"""Embeddings of images: computed between steps, a slice at a time, and kept while prompts need them."""
+"""Computes the embeddings of images between steps, a slice at a time, and keeps them while prompts need them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from deltic.engine.sequence import Sequence
 from deltic.params import Picture
 
 Encode = Callable[[Any], Generator[None, None, Tensor]]
-"""Returns the embeddings [tokens, H] float32 of an image on the device; yields after each slice of the work."""
+"""Yields after each slice of work; returns the embeddings [tokens, H] float32 of an image on the device."""
 _SLICES, _ALONE = 0.05, 0.5
-"""Seconds for slices between two steps, if other sequences can run and if none can."""
+"""Seconds for slices between two steps: if other sequences can run, and if none can."""
 
 
 class ImageEmbeds:
-    """The embeddings of images by digest. Those that no running sequence needs are kept while there is room.
+    """The embeddings of images by digest. Embeddings that no running sequence needs are kept while there is room.
 
     encoded: number of images encoded so far.
     """
@@ -32,12 +32,12 @@ class ImageEmbeds:
         self.encoded = 0
 
     def rows(self, digest: str) -> Tensor:
-        """The embeddings of an image that a sequence can process."""
+        """Returns the embeddings of an encoded image."""
         return self._rows[digest]
 
     def work(self, running: list[Sequence]) -> tuple[Sequence, Exception] | None:
-        """Encodes for some time if a running sequence needs an image, and updates `ImageState.first_unencoded`. Returns
-        the sequence of an image that cannot be encoded, and the error."""
+        """Encodes for a limited time if a running sequence needs an image, and updates `ImageState.first_unencoded`. If
+        an image cannot be encoded, returns its sequence and the error."""
         if not any(sequence.images.pictures for sequence in running):
             return None
         self._trim(running)
@@ -56,8 +56,8 @@ class ImageEmbeds:
         return None
 
     def _next(self, running: list[Sequence]) -> tuple[Sequence, Picture] | None:
-        """Updates `first_unencoded`. Returns the image to encode next: one that blocks a sequence, or the next one
-        while there is room."""
+        """Updates `first_unencoded`. Returns the image to encode next: one that blocks a sequence, otherwise, if there
+        is room, the next one that is needed."""
         upcoming = blocked = None
         for sequence in running:
             if not sequence.images.pictures:
@@ -72,7 +72,7 @@ class ImageEmbeds:
         return blocked or (upcoming if self._kept() < self._room else None)
 
     def _advance(self, picture: Picture) -> None:
-        """Computes one slice of an image."""
+        """Computes one slice of an image's embeddings."""
         if self._work is None or self._work[0] != picture.digest:
             self._work = picture.digest, self._encode(picture.content)
         try:
@@ -88,7 +88,7 @@ class ImageEmbeds:
             self.encoded += 1
 
     def _trim(self, running: list[Sequence]) -> None:
-        """Drops the oldest embeddings beyond the room that no running sequence needs."""
+        """Drops the oldest embeddings that no running sequence needs, until the others fit."""
         if self._kept() <= self._room:
             return
         needed = {picture.digest for sequence in running for picture in sequence.images.pictures
@@ -99,5 +99,5 @@ class ImageEmbeds:
             del self._rows[digest]
 
     def _kept(self) -> int:
-        """Bytes of all embeddings."""
+        """Returns the bytes of all embeddings."""
         return sum(rows.nbytes for rows in self._rows.values())

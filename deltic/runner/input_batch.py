@@ -1,7 +1,7 @@
-"""From a plan to the tensors of a step: rows become columns of integers, which one copy brings to the device.
+"""Turns a plan into the tensors of a step: rows become columns of integers, which one copy brings to the device.
 
-`ops/input_columns` declares the columns. Steps that decode or verify drafts are filled up to a bucket: a fixed shape,
-whose memory on the device stays, so that CUDA graphs can read it.
+`ops/input_columns` declares the columns. Steps that decode or verify drafts are padded to a bucket: a fixed shape with
+permanent device memory, which CUDA graphs read.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from deltic.ops.types import PAGE, RING, Batch, InputEmbeds, Layout, Padded
 from deltic.runner.upload import HostToDeviceBuffer, upload
 
 ImageRows = Callable[[str], Tensor]
-"""Returns the embeddings [tokens, H] float32 of an image on the device, by its digest."""
+"""A function that returns the embeddings [tokens, H] float32 of an image on the device, given its digest."""
 BucketKey = tuple[int, int, int | None]
-"""rows, pages and tokens, as in `Padded.bucket`."""
+"""Rows, pages and tokens of a bucket, as in `Padded.bucket`."""
 BucketNumbers = dict[BucketKey, Tensor]
-"""The memory of each bucket's integers on the device."""
+"""The device memory of each bucket's integers."""
 
 FEW_ROWS = 16
-"""On a GPU, steps of up to so many rows may have drafts. In steps with more rows, state writes are deferred."""
+"""On a GPU, steps of up to this many rows may have drafts. In steps with more rows, state writes are deferred."""
 _LAYOUTS = 64
-"""Batches that a bucket keeps."""
+"""Maximum number of batches that a bucket keeps."""
 MIN_PAGES = 16
-"""Pages of the smallest bucket."""
+"""Width of the page table in the smallest bucket."""
 
 
 class DeviceTokens(NamedTuple):
-    """Tokens that only the device has: the place of each of a step's tokens among `numbers` [N] int64. With
-    `PlannedRow.accepts` the number after a token is its position."""
+    """Tokens that only the device has. numbers [N] int64: device memory with the tokens. places: for each token of a
+    step, its index in `numbers`. With `PlannedRow.accepts`, the number after a token is its position."""
 
     numbers: Tensor
     places: List[int]
@@ -55,8 +55,8 @@ def build(plan: StepPlan, device: torch.device, all_logits: bool = False, hidden
     """Returns the plan's rows as one ragged batch. Makes one copy to the device and never waits for it.
 
     all_logits: compute the logits of every token. hidden: compute all hidden states. drawn: the tokens [N] int64 that
-    the step in flight has drawn, for rows that name a draw; or the tokens of rows with pending drafts. memory: that of
-    the steps before; the batch is valid until the next one is built with it. verified: `Capabilities.verifies`.
+    the step in flight has drawn, for rows with `PlannedRow.drawn`; or the tokens of rows with pending drafts. memory:
+    reused from step to step; the batch is valid until the next one is built with it. verified: `Capabilities.verifies`.
     """
     rows = plan.rows
     if isinstance(drawn, DeviceTokens):
@@ -80,8 +80,8 @@ def build(plan: StepPlan, device: torch.device, all_logits: bool = False, hidden
 
 
 def _columns(rows: List[PlannedRow]) -> dict[str, list[int]]:
-    """The columns of rows, by their names in `ops/input_columns`; `positions` lacks rotary positions that differ from
-    cache indices."""
+    """Returns the columns of rows, by their names in `ops/input_columns`. `positions` has cache indices; `_rotary`
+    turns these into rotary positions."""
     ids, positions, store, starts = list[int](), list[int](), list[int](), [0]
     for row in rows:
         count, first = len(row.tokens), row.done
@@ -109,7 +109,7 @@ def _columns(rows: List[PlannedRow]) -> dict[str, list[int]]:
 
 
 def _rotary(rows: List[PlannedRow], positions: List[int]) -> list[List[int]]:
-    """Rotary positions, axis by axis, of tokens with these cache indices."""
+    """Returns the rotary positions on each of 3 axes. positions: the cache indices of the tokens."""
     if {row.rotary for row in rows} == {0}:
         return [positions] * 3
     return [[position for row in rows for position in _axis(row, axis)] for axis in range(3)]
@@ -126,7 +126,7 @@ def _kv_index(row: PlannedRow, index: int) -> int:
 
 
 def _kv_ranges(row: PlannedRow) -> Iterator[range]:
-    """`_kv_index` of all tokens of a row, page by page."""
+    """Yields the `_kv_index` of all tokens of a row, one range per page."""
     index, end = row.done, row.done + len(row.tokens)
     while index < end:
         count = min(PAGE - index % PAGE, end - index)
@@ -139,7 +139,7 @@ def _kv_ranges(row: PlannedRow) -> Iterator[range]:
 
 
 class _Shape(NamedTuple):
-    """All of a batch but its integers. behind: some state is behind its cursor. span: as in `Batch`."""
+    """All data of a batch except its integers. behind: True if some state is behind its cursor. span: as in `Batch`."""
 
     layout: Layout
     behind: bool
@@ -164,8 +164,8 @@ def _ragged(rows: List[PlannedRow], device: torch.device, all_logits: bool, hidd
 
 
 def _ragged_numbers(rows: List[PlannedRow], all_logits: bool, hidden: bool, exact: bool) -> tuple[_Shape, array[int]]:
-    """The shape and the columns of rows. exact: contexts are those of the rows; otherwise they are rounded up, so that
-    successive steps have one shape."""
+    """Returns the shape and the packed columns of rows. exact: contexts have the exact lengths of the rows; otherwise
+    they are rounded up, so that successive steps have the same shape."""
     columns, chunks = _columns(rows), tuple([len(row.tokens) for row in rows])
     wanted = list[int]()
     for row, end in zip(rows, columns["starts"][1:], strict=True):
@@ -224,8 +224,7 @@ def _input_embeds(rows: List[PlannedRow], image_rows: ImageRows, device: torch.d
 
 def with_adapters(batch: Batch, rows: List[PlannedRow], adapters: Mapping[str, Adapter],
                   memory: InputBatch | None = None) -> Batch:
-    """Returns the batch of these rows with their adapters, which are given by their identities. memory: as in `build`.
-    """
+    """Returns the batch of these rows with their adapters added. adapters: by identity. memory: as in `build`."""
     if not any(row.adapter for row in rows):
         if memory:
             memory.drop_adapters()
@@ -243,8 +242,8 @@ def with_adapters(batch: Batch, rows: List[PlannedRow], adapters: Mapping[str, A
 
 
 def has_bucket(plan: StepPlan, verified: bool = False) -> bool:
-    """True if the step decodes in a bucket: either all tokens are known or the device takes all from the step in
-    flight. verified: as in `decodes`."""
+    """Returns True if the step decodes in a bucket: either the host knows all tokens, or the device takes all of them
+    from the step in flight. verified: as in `decodes`."""
     rows = plan.rows
     unknown = sum(row.drawn is not None for row in rows)
     if not unknown:
@@ -254,16 +253,16 @@ def has_bucket(plan: StepPlan, verified: bool = False) -> bool:
 
 
 def decodes(plan: StepPlan, verified: bool = False) -> bool:
-    """True if every row takes one token, wants its logits and nothing else. verified: in steps of many rows, rows may
-    use delta logs."""
+    """Returns True if every row has one token and asks for its logits and nothing else. verified: rows of steps with
+    more than FEW_ROWS rows may use delta logs."""
     deferred = verified and len(plan.rows) > FEW_ROWS
     return all(len(row.tokens) == 1 and row.logits == 1 and not row.checkpoints and not row.images
                and (deferred or not _uses_delta_log(row)) for row in plan.rows)
 
 
 def verifies(plan: StepPlan) -> bool:
-    """True if every row verifies drafts, whose logits are all wanted and which go to a delta log, or takes one token;
-    and nothing else."""
+    """Returns True if every row either verifies drafts (it asks for all logits and appends to a delta log) or has one
+    token, and asks for nothing else."""
     return len(plan.rows) <= FEW_ROWS and all(
         row.logits == len(row.tokens) <= RING and not row.checkpoints and (row.append or len(row.tokens) == 1)
         for row in plan.rows)
@@ -275,8 +274,8 @@ def _uses_delta_log(row: PlannedRow) -> bool:
 
 def decoding(plan: StepPlan, device: torch.device, drawn: Tensor | None = None, memory: InputBatch | None = None,
              hidden: bool = False, entries: Mapping[str, int] | None = None) -> Batch:
-    """The batch of a plan that `decodes`, in its bucket. Rows beyond the real ones repeat the last one, without its
-    adapter. Valid until the next step of the bucket. entries: as in `decoding_adapted`."""
+    """Returns the batch of a plan that `decodes`, in its bucket. Padding rows repeat the last row, without its adapter.
+    The batch is valid until the next step of the bucket. entries: as in `decoding_adapted`."""
     rows, real = plan.rows, len(plan.rows)
     columns, size = _columns(rows), power_of_two(real)
     pages = decode_pages(max([len(row.pages) for row in rows]))
@@ -298,8 +297,8 @@ def decoding(plan: StepPlan, device: torch.device, drawn: Tensor | None = None, 
 
 def decoding_adapted(plan: StepPlan, device: torch.device, entries: Mapping[str, int], drawn: Tensor | None = None,
                      memory: InputBatch | None = None, hidden: bool = False) -> Batch | None:
-    """As `decoding`; None if the plan is none of few rows that decode, some of them with adapters. entries: of adapters
-    in the device's table, by their identities."""
+    """As `decoding`; returns None unless few rows decode, at least one of them with an adapter. entries: the entries of
+    adapters in the device's table, by their identities."""
     used = {row.adapter for row in plan.rows if row.adapter}
     if not used or not used <= entries.keys() or len(plan.rows) > FEW_ROWS or not has_bucket(plan):
         return None
@@ -309,8 +308,8 @@ def decoding_adapted(plan: StepPlan, device: torch.device, entries: Mapping[str,
 
 def verifying(plan: StepPlan, device: torch.device, memory: InputBatch | None = None, hidden: bool = False,
               drawn: DeviceTokens | None = None) -> Batch:
-    """The batch of a plan that `verifies`, in its bucket. Rows beyond the real ones have no tokens. Valid until the
-    next step of the bucket. drawn: as in `build`."""
+    """Returns the batch of a plan that `verifies`, in its bucket. Padding rows have no tokens. The batch is valid until
+    the next step of the bucket. drawn: as in `build`."""
     rows, real = plan.rows, len(plan.rows)
     columns, count = _columns(rows), power_of_two(real)
     tokens = len(columns["ids"])
@@ -336,7 +335,7 @@ def verifying(plan: StepPlan, device: torch.device, memory: InputBatch | None = 
 
 
 def _filled(column: List[int], size: int) -> list[int]:
-    """A column with its last integer repeated up to the size."""
+    """Returns a column padded to `size` with its last integer."""
     return [*column, *[column[-1]] * (size - len(column))]
 
 
@@ -345,8 +344,8 @@ def _filled_axes(axes: List[List[int]], size: int) -> list[int]:
 
 
 def step_of(padded: Padded, layout: Layout | None = None) -> Batch:
-    """The batch whose tensors are views of a bucket's integers. layout: that of the real rows, for a batch without the
-    others; None: all rows."""
+    """Returns a batch of views of a bucket's integers. layout: the layout of the real rows, for a batch without padding
+    rows; None: the batch has all rows."""
     whole, rows, pages = layout is None, padded.rows, padded.pages
     size = rows if padded.tokens is None else padded.tokens
     if layout is None:
@@ -373,15 +372,15 @@ def step_of(padded: Padded, layout: Layout | None = None) -> Batch:
         count=columns["count"] if whole else None, padded=None if whole else padded, **deferred)
 
 
-# Memory that stays from step to step
+# Memory that is reused from step to step
 
 
 class InputBatch:
-    """What stays from one step's batch to the next: the page table; on a GPU the integers of each bucket; on a CPU the
-    last batch itself, whose memory is used again by a batch of the same shape."""
+    """Memory that is reused from one step's batch to the next: the page table; on a GPU the integers of each bucket; on
+    a CPU the last batch itself, which the next batch of the same shape overwrites."""
 
     def __init__(self, numbers: BucketNumbers | None = None) -> None:
-        """numbers: the buckets' memory, if CUDA graphs read it too."""
+        """numbers: the device memory of the buckets, if it is shared with CUDA graphs."""
         self.pages = PageTable()
         self._shape: _Shape | None = None
         self._batch: Batch | None = None
@@ -399,7 +398,7 @@ class InputBatch:
         return found
 
     def batch(self, shape: _Shape, numbers: array[int], appends: List[bool], pages: Tensor) -> Batch:
-        """The batch of these integers on the host."""
+        """Returns the batch of these integers on the host; reuses the last batch if shape and page table are equal."""
         if self._batch and self._batch.pages is pages and shape == self._shape:
             self._numbers[:], self._appends[:] = numbers, bytes(appends)
             self._batch.memo.clear()
@@ -411,11 +410,12 @@ class InputBatch:
 
 
     def drop_adapters(self) -> None:
-        """Drops the last batch with adapters, which may have been unloaded."""
+        """Drops the last batch with adapters, because these may have been unloaded."""
         self._plain = self._adapted = None
 
     def adapted(self, batch: Batch, numbers: array[int], adapters: tuple[Adapter, ...]) -> Batch:
-        """The last batch with these adapters, on the host. numbers: as in `BatchAdapters`."""
+        """Returns a batch on the host with adapters added; reuses the last one if batch and adapters are the same.
+        numbers: as in `BatchAdapters`."""
         known = self._adapted.adapters if self._adapted else None
         if self._adapted and known and batch is self._plain and known.adapters == adapters:
             self._places[:] = numbers
@@ -428,7 +428,7 @@ class InputBatch:
 
 
 class _Bucket:
-    """The memory of a bucket's integers, and its batches by their layouts, whose tensors are views of it."""
+    """The memory of a bucket's integers, and the bucket's batches by layout: their tensors are views of this memory."""
 
     def __init__(self, key: BucketKey, known: BucketNumbers, pages: PageTable, device: torch.device) -> None:
         self._key, self._pages = key, pages
@@ -461,8 +461,8 @@ class _Bucket:
         return found
 
     def move(self, batch: Batch, drawn: Tensor) -> None:
-        """Moves the rows of the batch that was just sent to where the device has their first tokens: `drawn` [M] int64
-        has the position of each token after it."""
+        """Moves the rows of the batch that was just sent to the positions that only the device knows: in `drawn` [M]
+        int64 the position of each row's first token follows the token."""
         if self._move:
             return self._move(drawn)
         device = drawn.device
@@ -477,8 +477,8 @@ class _Bucket:
 
 
 class PageTable:
-    """The page table of successive steps. Only changes are written, so that planning does not become slower as contexts
-    grow: a row's list of pages may become longer; its entries stay unless pages move."""
+    """The page table of successive steps. Each step writes only changes, so that planning does not become slower as
+    contexts grow: a row's list of pages may become longer, its entries stay unless pages move."""
 
     def __init__(self) -> None:
         self._numbers, self._width = array("q"), 0
@@ -495,8 +495,8 @@ class PageTable:
         into[len(rows):] = self._view[len(rows) - 1, :into.shape[1]]
 
     def of(self, rows: List[PlannedRow], width: int) -> Tensor:
-        """The table [R, width or more] int64 on the host, valid until the next call. It is the tensor of the last call
-        if the number of rows is the same and the pages fit."""
+        """Returns the table [R, width or more] int64 on the host, valid until the next call. Returns the same tensor as
+        the last call if the number of rows is the same and the pages fit."""
         self._update(rows, width)
         if len(rows) != len(self._rows):
             self._rows = self._tensor[:len(rows)]
@@ -525,17 +525,17 @@ class PageTable:
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is not less."""
+    """Returns the smallest power of two that is not less than `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def decode_pages(pages: int) -> int:
-    """The width of the page table in a bucket of steps that decode."""
+    """Returns the width of the page table in the decode bucket for rows of up to `pages` pages."""
     return power_of_two(max(MIN_PAGES, pages))
 
 
 def draft_pages(pages: int) -> int:
-    """The width of the page table in a bucket of steps with drafts. There are fewer of these."""
+    """Returns the width of the page table in the draft bucket for rows of up to `pages` pages: in steps of factor 4."""
     size = MIN_PAGES
     while size < pages:
         size *= 4

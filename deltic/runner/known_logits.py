@@ -1,4 +1,4 @@
-"""Sampling from logits of an earlier step: those in the cache, and those that a request's logits processors have
+"""Samples from logits of an earlier step: logits from the cache, and logits that a request's logits processors have
 changed. Processors run in threads, so that other sequences continue."""
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ log = logging.getLogger("deltic")
 
 _FIELD = "logits_processors"
 _FORBIDDEN = -1e30
-"""Replaces -inf, which in a model's own logits would mean that something is broken."""
+"""Replaces -inf in processed logits, because -inf in a model's own logits means that weights or a kernel are broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processing:
-    """The logits [V] of a sequence's last token in the hands of its processors. cache: that of the sequence at the
-    time; if it has another one, it was preempted, and the logits are computed again."""
+    """A run of the logits processors over the logits [V] of a sequence's last token. cache: the sequence's cache at its
+    start; if the sequence has another one now, it was preempted, and the logits are computed again."""
 
     cache: SequenceCache
     raw: Tensor
@@ -38,22 +38,22 @@ Fail = Callable[[Sequence, str, "RequestError | None"], None]
 
 
 class KnownLogits:
-    """The sequences of an engine that sample from known logits."""
+    """Selects an engine's sequences that sample from known logits, and runs their logits processors."""
 
     def __init__(self, vocabulary: int, threads: int) -> None:
         self._vocabulary, self._threads = vocabulary, threads
         self._pool: ThreadPoolExecutor | None = None
 
     def ready(self, running: List[Sequence], fail: Fail) -> list[Sequence]:
-        """Returns the sequences that can sample without a forward pass. fail: ends one with an error."""
+        """Returns the sequences that can sample without a forward pass. fail: ends a sequence with an error."""
         return [sequence for sequence in running[:] if self._is_ready(sequence, fail)]
 
     def postpone(self, share: ScheduledSequence, healthy: bool) -> bool:
-        """True if a sampled token does not count because the request has processors. Starts them."""
+        """Returns True if a sampled token is dropped because the request has processors, which this call starts."""
         sequence = share.sequence
         if not sequence.request.logits_processors or sequence.sampling.max_tokens == 0 or not healthy:
             return False
-        if share.row is None:  # it was sampled from their result
+        if share.row is None:  # the token was sampled from the processors' result
             share.end, sequence.sampler.processing = sequence.sampler.processing.raw, None
             return False
         assert share.end is not None
@@ -101,7 +101,7 @@ class KnownLogits:
 
 
 def _processed(sequence: Sequence, logits: Tensor) -> Tensor:
-    """Applies the processors to the logits. The sequence gets no token meanwhile."""
+    """Returns the logits after all processors. The sequence gets no token meanwhile."""
     found, shape = logits.to("cpu", copy=True), logits.shape
     for processor in sequence.request.logits_processors:
         found = processor(list(sequence.tokens), found)

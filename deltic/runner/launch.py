@@ -40,16 +40,16 @@ from deltic.spec_decode.partial_head import TokenGroups
 class ScheduledSequence:
     """A sequence in a step, with the cache that it had at launch.
 
-    row: None if it only samples from known logits.
+    row: its row; None if it only samples from known logits.
     start: index of the row's first token in the batch.
     draw: index of its first draw; None: it samples nothing.
-    end [V]: the logits of its prompt's end, if they are to be kept.
-    error: raised by its constraint.
-    vector: index of its vector.
+    end [V]: the logits of its prompt's end, if they are kept.
+    error: the exception that its constraint raised, if any.
+    vector: index of its hidden state in `InFlight.vectors`.
     scores: log probabilities of its prompt's tokens.
-    drafted_next: the tokens after its drafts are drafted already, behind the drafts that the model has drawn itself;
+    drafted_next: the next drafts exist already: they follow the drafts that the model has confirmed (drawn itself), and
     the slot has the hidden state of the last of these.
-    base: tokens in the slot's state after the step, if the delta log was flushed since.
+    base: number of tokens that the slot's state covers after the step, if the delta log was flushed since.
     hidden [T, H]: the hidden states of the step's tokens, if the next step was launched before they were used.
     last: the sequence ended while the step was in flight. Its cache stays until the step is known to be finite.
     """
@@ -93,8 +93,8 @@ class ScheduledSequence:
         return self.row.draft_tokens if self.row and self.row.drafts else ()
 
     def draws(self, masks: List[bytes | None] | None) -> list[SampleRow]:
-        """The draws of its next token and of the token after each draft; or of the token after one that only the device
-        has. masks: of each draw, if the sequence has a constraint."""
+        """Returns the draws of its next token and of the token after each draft; if only the device knows the row's
+        token, the draw after that. masks: one for each draw, if the sequence has a constraint."""
         if self.row and self.row.drawn is not None:
             return [SampleRow(self.sequence, self.row.tokens)]
         masks = masks or [None] * (len(self.draft_tokens) + 1)
@@ -103,18 +103,18 @@ class ScheduledSequence:
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A launched step, whose tokens the host does not have yet.
+    """A launched step. The host does not have its tokens yet.
 
     drafting: the sequences for which drafts were requested.
-    drawn [L] int64: the tokens on the device; on a CPU valid until the next step is launched.
-    tokens: the tokens, if they did not have to be waited for.
-    sampled: the results of sampling on the host (but see `Sampled.landed`), once `arrived`.
-    vectors [N, H] float32: the requested hidden states on the host, once `arrived`.
+    drawn [L] int64: the sampled tokens on the device; on a CPU valid until the next step is launched.
+    tokens: the sampled tokens, if the host has them without waiting.
+    sampled: the results of sampling on the host (but see `Sampled.landed`), valid after `arrived`.
+    vectors [N, H] float32: the requested hidden states on the host, valid after `arrived`.
     raw [L, V]: the model's logits, if the log probability of a forced token may be reported.
-    pending: has the rows' drafts, which are UNKNOWN.
+    pending: the source of the rows' drafts, which are UNKNOWN in the plan.
     batch: its rows on the device.
     sampling: its sampling parameters.
-    error: raised by launching.
+    error: the exception that launching raised, if any.
     """
 
     plan: StepPlan
@@ -133,22 +133,22 @@ class InFlight:
 
     @property
     def live(self) -> bool:
-        """True if one of its sequences still runs."""
+        """True if at least one of its sequences still runs."""
         return any(each.live for each in self.scheduled)
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens in it, but for single ones."""
+        """Number of prompt tokens in the step, without rows of one token."""
         return sum(each.tokens for each in self.scheduled if each.tokens > 1 and not each.draft_tokens)
 
     def resolve_positions(self) -> None:
-        """Sets the rows' cursors, once the step before is collected."""
+        """Sets the cursors of rows that depend on accepted drafts, after the previous step was collected."""
         for each in self.scheduled:
             if each.live and each.row and each.row.accepts:
                 each.row = replace(each.row, done=each.cache.done, accepts=0)
 
     def resolve_drafts(self) -> None:
-        """Waits for the rows' drafts and sets them."""
+        """Waits for the pending drafts and writes them to the rows."""
         pending = self.pending
         if not isinstance(pending, PendingDrafts):
             return
@@ -160,7 +160,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The sampled tokens of a step; the lists are those of `sampled`. raw: as in `InFlight`."""
+    """The sampled tokens of a step. The lists have the values of the fields of `sampled`. raw: as in `InFlight`."""
 
     sampled: Sampled
     tokens: list[int]
@@ -169,7 +169,7 @@ class SampledTokens:
     raw: Tensor | None = None
 
     def logprobs(self, row: int, token: int, wanted: int | None) -> TokenLogprobs | None:
-        """The log probabilities of one row, with this token sampled or forced."""
+        """Returns the log probabilities of one row, for a token that was sampled or forced."""
         found = logprobs_of(self.sampled, row, wanted)
         if found is None or self.raw is None or token == self.tokens[row]:
             return found
@@ -185,8 +185,8 @@ class Launcher:
 
     def launch(self, plan: StepPlan, sequences: List[Sequence], known: List[Sequence] = (),
                before: InFlight | None = None, pending: PendingDrafts | TokenGroups | None = None) -> InFlight:
-        """Carries out the plan and samples for its rows, and for the sequences whose logits are known. before: the step
-        whose tokens rows with `drawn` take. pending: has the rows' drafts. Never raises: see `InFlight.error`."""
+        """Carries out the plan; samples for its rows and for sequences with `known` logits. before: the step that draws
+        the tokens of rows with `drawn`. pending: the rows' drafts. Never raises: errors go to `InFlight.error`."""
         flight = InFlight(plan, [], pending=pending)
         try:
             self._launch(flight, sequences, known, before)
@@ -226,7 +226,7 @@ class Launcher:
         if flight.plan.rows:
             self._run(flight, logits, before)
         for sequence in known:
-            # sampling may write to them, and those from a tier are on the host
+            # a copy, because sampling may write to the logits; logits from a tier are on the host
             logits.append(sequence.sampler.logits[None].to(runtime.device, copy=True))
             sequence.sampler.logits = None
         draws = _draws(drawing, asked)
@@ -237,7 +237,7 @@ class Launcher:
             flight.arrived.record(torch.cuda.current_stream(runtime.device))
 
     def _run(self, flight: InFlight, logits: list[Tensor], before: InFlight | None) -> None:
-        """Runs the plan's rows."""
+        """Runs the plan's rows and appends their logits to `logits`."""
         runtime, wanting = self._runtime, [each for each in flight.scheduled if each.row and each.row.hidden]
         rows, adapters = flight.plan.rows, _adapters(flight)
         drawn: Tensor | DeviceTokens | None = before.drawn if before else None
@@ -271,7 +271,7 @@ class Launcher:
         self.seconds += time.perf_counter() - began
 
     def _run_groups(self, flight: InFlight, groups: TokenGroups) -> Tensor:
-        """Runs the plan's rows token by token, and sets their drafts. Returns the logits [L, V]."""
+        """Runs the plan's rows token by token with their proposer, which sets the drafts. Returns logits [L, V]."""
         began, own = time.perf_counter(), [each for each in flight.scheduled if each.row]
         rows, found = groups.proposer.run(flight.plan.rows, [each.sequence for each in own])
         flight.plan = replace(flight.plan, rows=tuple(rows))
@@ -281,8 +281,8 @@ class Launcher:
         return found
 
     def _run_apart(self, rows: List[PlannedRow], drawn: Tensor | None, adapters: Mapping[str, Adapter]) -> Tensor:
-        """Returns the logits [L, V] of these rows, on a device that has steps of its own for rows without adapters and
-        for few rows that decode."""
+        """Returns the logits [L, V] of these rows, in several batches: the device has separate steps for rows without
+        adapters, for few decode rows with adapters, and for other rows."""
         runtime, found = self._runtime, dict[int, Tensor]()
         entries = runtime.adapter_entries(adapters) if isinstance(runtime, ModelRunner) else {}
         for places in adapted_parts(rows, entries):
@@ -296,7 +296,7 @@ class Launcher:
             logits = runtime.run(batch)
             if len(places) == len(rows):
                 return logits
-            logits = logits.clone()  # the next step writes over them
+            logits = logits.clone()  # the next step overwrites them
             parts = logits.split([row.logits for row in own])
             found |= dict(zip(places, parts, strict=True))
         return torch.cat([found[place] for place in sorted(found)])
@@ -308,13 +308,13 @@ class Launcher:
             taken = drawn if part.rows[0].drawn is not None else None
             batch = build(StepPlan(part.rows), runtime.device, drawn=taken, memory=self._memory)
             found = runtime.run(with_adapters(batch, part.rows, adapters))
-            kept |= {wanted: found[place].clone() for place, wanted in part.kept}  # the next pass writes over them
+            kept |= {wanted: found[place].clone() for place, wanted in part.kept}  # the next pass overwrites them
             if part.copies:
                 runtime.cache.operations.apply(part.copies)
         return torch.stack([kept[wanted] for wanted in sorted(kept)]) if kept else found[:0]
 
     def _draw(self, flight: InFlight, draws: list[SampleRow], logits: Tensor) -> None:
-        """logits [L, V]: those of all draws; sampling may write to them."""
+        """Samples all draws of a step. logits [L, V]: the logits of the draws; sampling may write to them."""
         for each in flight.scheduled:
             if each.draw is not None and not each.draft_tokens and _keeps_logits(each):
                 each.end = logits[each.draw].clone()
@@ -330,8 +330,8 @@ class Launcher:
 
 
 def adapted_parts(rows: List[PlannedRow], entries: Mapping[str, int]) -> Iterator[List[int]]:
-    """Yields the places of rows that are computed together: rows without adapters; few rows that decode with adapters
-    of these entries, and with them the former if all fit into one bucket; all other rows."""
+    """Yields groups of row indices, each to be computed in one batch: rows without adapters; few decode rows with
+    adapters in `entries`, joined with the first group if all fit into one bucket; all other rows."""
     plain = [place for place, row in enumerate(rows) if not row.adapter]
     single = [place for place, row in enumerate(rows) if row.adapter in entries and decodes(StepPlan((row,)))]
     rest = [place for place, row in enumerate(rows) if row.adapter and place not in single]
@@ -352,26 +352,26 @@ def _fews(places: List[int]) -> Iterator[List[int]]:
 
 
 def _adapters(flight: InFlight) -> dict[str, Any]:
-    """The adapters of a step's rows, by their identities."""
+    """Returns the adapters of a step's rows, by their identities."""
     used = [each.sequence.request.adapter for each in flight.scheduled if each.row]
     return {adapter.identity: adapter for adapter in used if adapter}
 
 
 def _draws(scheduled: List[ScheduledSequence], asked: Asked) -> list[SampleRow]:
-    """The draws of a step, in the order of its logits."""
+    """Returns the draws of a step, in the order of its logits."""
     draws = list[SampleRow]()
     for each in scheduled:
         masks, each.draw = None, len(draws)
         try:
             masks = asked[each.sequence].result() if each.sequence in asked else None
         except Exception as error:
-            each.error = error  # it ends this sequence alone
+            each.error = error  # ends only this sequence
         draws += each.draws(masks)
     return draws
 
 
 def _device_cursors(flight: InFlight) -> Tensor | None:
-    """The cursors of a step's rows, if only the device has them."""
+    """Returns the cursors of a step's rows, if only the device has them; otherwise None."""
     unknown = any(row.accepts for row in flight.plan.rows)
     return flight.batch.done if unknown and flight.batch else None
 
@@ -406,7 +406,7 @@ def _keeps_logits(each: ScheduledSequence) -> bool:
 
 
 def _on_host(sampled: Sampled) -> Sampled:
-    """Copies in pinned memory, complete when the device gets there."""
+    """Returns copies in pinned host memory, which are complete once the device has done its queued work."""
     tensors = {name: value for name in Sampled.__slots__ if isinstance(value := getattr(sampled, name), Tensor)}
     copies = {tensor: tensor.to("cpu", non_blocking=True) for tensor in {*tensors.values()}}
     found: dict[str, Any] = {name: copies[tensor] for name, tensor in tensors.items()}
@@ -415,8 +415,8 @@ def _on_host(sampled: Sampled) -> Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A few rows of one token, either all of known tokens or none. kept: rows whose logits are wanted, and their places
-    among the step's. copies: checkpoints to write after the pass."""
+    """A few rows of one token each; the host knows either all of the tokens or none. kept: pairs of a row whose logits
+    are wanted and their index among the step's logits. copies: checkpoints to write after the pass."""
 
     rows: tuple[PlannedRow, ...]
     kept: tuple[tuple[int, int], ...]
@@ -424,9 +424,9 @@ class Pass:
 
 
 def passes(rows: List[PlannedRow]) -> Iterator[Pass]:
-    """Yields passes of few single tokens that do the same as a step of these rows, so that no sum depends on what else
-    is in the step (`--batch-invariant`). Rows must have no drafts, images or tokens in delta logs."""
-    firsts, total = list[int](), 0  # where the logits of a row's first token would be
+    """Yields passes of few single tokens that together equal a step of these rows, so that no sum depends on the other
+    rows of the step (`--batch-invariant`). Rows must have no drafts, images or tokens in delta logs."""
+    firsts, total = list[int](), 0  # per row: index that the logits of its first token would have
     for row in rows:
         assert not row.drafts and not row.append and not row.images
         firsts.append(total + row.logits - len(row.tokens))
@@ -453,7 +453,7 @@ def _pass(rows: List[PlannedRow], numbers: List[int], index: int, firsts: List[i
 
 
 def _single(row: PlannedRow, index: int) -> PlannedRow:
-    """The row of the token `index` alone. It wants its logits, as all rows of a bucket do."""
+    """Returns a row with only the token `index`. It asks for its logits, as all rows of a bucket must."""
     rotary = row.rotary if isinstance(row.rotary, int) else (
         row.rotary[0][index:index + 1], row.rotary[1][index:index + 1], row.rotary[2][index:index + 1])
     return replace(row, tokens=row.tokens[index:index + 1], done=row.done + index, logits=1, checkpoints=(), base=None,

@@ -1,4 +1,4 @@
-"""Dense models that do not fit a GPU: how many layers' feed-forwards lie in host memory, and how they are placed."""
+"""Offload of dense models that do not fit a GPU: chooses feed-forwards for host memory and places them there."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from deltic.runner.memory import SHARE, CardMemory, expected_card, free_on_card,
 log = logging.getLogger("deltic")
 
 _CONTEXT = 16384
-"""Context for which layers are offloaded if the options give none, in tokens."""
+"""Context length in tokens for which offloading makes room if the options set none."""
 _KEPT_STATES = 1
-"""Least number of states for kept prefixes: without one each turn would compute its whole conversation again."""
+"""Minimum number of states for kept prefixes: without one, each turn would compute its whole conversation again."""
 _MARGIN = 640 << 20
-"""Bytes that weights may take beyond their size: allocators round up, and kernels are loaded."""
+"""Bytes that weights may take beyond their size, because allocators round up and kernels are loaded."""
 
 PlanCache = Callable[[EngineConfig, CardMemory], MemoryPlan]
-"""Plans the cache of a model on a GPU whose memory is divided so. Raises ConfigError if it holds nothing."""
+"""Plans a model's cache for a given division of GPU memory. Raises ConfigError if no sequence fits into it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """Which feed-forwards lie in host memory.
+    """The feed-forwards that lie in host memory.
 
-    layers: their layers, ascending. nbytes: of them. buffers: bytes on the GPU through which they pass. context: tokens
-    for which they left it. note: what was traded for what.
+    layers: their layers, ascending. nbytes: their bytes. buffers: bytes of the GPU buffers to which they are copied.
+    context: context length in tokens for which they make room. note: a description of this trade-off.
     """
 
     layers: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ class LayerPlan:
     note: str = ""
 
     def of(self, card: CardMemory) -> CardMemory:
-        """Returns a GPU's memory without these weights. card: with all of them."""
+        """Returns a GPU's memory without the weights of these feed-forwards. card: the memory with all weights."""
         return replace(card, taken=card.taken - self.nbytes + self.buffers)
 
     def settle(self, options: EngineConfig) -> EngineConfig:
@@ -67,7 +67,7 @@ def matrices_of(layer: int) -> tuple[str, ...]:
 
 
 def why_not_beside(config: ModelConfig, options: EngineConfig, dtype: str) -> str | None:
-    """Returns why feed-forwards cannot leave the GPU; None if they can."""
+    """Returns the reason why feed-forwards cannot be offloaded; None if they can."""
     if config.experts:
         return "its experts can: give `expert_memory`"
     if dtype != "bfloat16" or options.ops or options.debug_layers:
@@ -77,12 +77,11 @@ def why_not_beside(config: ModelConfig, options: EngineConfig, dtype: str) -> st
 
 def plan_layers(config: ModelConfig, options: EngineConfig, dtype: str, sizes: Mapping[str, int], others: int,
                 plan: PlanCache) -> LayerPlan:
-    """Returns the plan with the fewest feed-forwards in host memory that leaves the GPU room for the context, or with
-    all of them if no plan does. Call it before the weights are read.
+    """Returns the plan with the fewest feed-forwards in host memory that leaves the GPU room for the context. If there
+    is none, returns the plan with all feed-forwards in host memory. Call it before the weights are read.
 
     sizes: bytes of the weights on a GPU by name. others: bytes of other weights that will be read. Raises ConfigError
-    if not even that leaves room for a cache.
-    """
+    if not even the latter plan leaves room for a cache."""
     whole = sum(sizes.values()) + others
     card = expected_card(config, options, whole) if options.on_gpu else None
     shares = options.memory is None and isinstance(options.speculation, Draft)  # the draft model's size is not known
@@ -107,7 +106,7 @@ def plan_layers(config: ModelConfig, options: EngineConfig, dtype: str, sizes: M
 
 
 def has_room(config: ModelConfig, options: EngineConfig, weights: int, plan: PlanCache) -> bool:
-    """True if each of the options' GPUs has room for so many bytes of weights, and for the context."""
+    """Returns True if each of the options' GPUs has room for `weights` bytes of weights and for the context."""
     card = expected_card(config, options, weights)
     if card is None:
         return False
@@ -115,7 +114,7 @@ def has_room(config: ModelConfig, options: EngineConfig, weights: int, plan: Pla
 
 
 def _certainly_fits(options: EngineConfig, weights: int) -> bool:
-    """True if weights and cache have room, or if no limit is given and the weights take less than half of the room."""
+    """Returns True if weights and a given cache size fit, or if no limits are given and weights fill at most half."""
     if options.memory_bytes is not None:
         return options.memory_bytes + weights <= free_on_card(options)
     unlimited = options.gpu_memory is None and options.gpu_memory_utilization is None
@@ -123,7 +122,7 @@ def _certainly_fits(options: EngineConfig, weights: int) -> bool:
 
 
 def _strictly(plan: PlanCache, options: EngineConfig, card: CardMemory) -> MemoryPlan:
-    """Plans a cache within the GPU's memory, of which steps get their part. Raises ConfigError if there is no room."""
+    """Plans a cache within the GPU's memory, beside weights and steps. Raises ConfigError if there is no room."""
     if options.memory_bytes is not None and options.memory_bytes > options.shards * card.left:
         raise ConfigError(f"memory={options.memory} does not fit the GPU beside the weights: give less", "memory")
     if options.memory is None and options.gpu_memory is None:
@@ -132,13 +131,14 @@ def _strictly(plan: PlanCache, options: EngineConfig, card: CardMemory) -> Memor
 
 
 def wanted_context(config: ModelConfig, options: EngineConfig) -> int:
-    """Returns the tokens of context for which feed-forwards leave the GPU."""
+    """Returns the context length in tokens for which feed-forwards are offloaded."""
     return min(options.max_context or _CONTEXT, config.max_position_embeddings)
 
 
 def _fewest(config: ModelConfig, options: EngineConfig, context: int, layers: Sequence[int], card: CardMemory,
             plan: PlanCache) -> LayerPlan | None:
-    """context: tokens that the plan must promise, to one sequence unless the options ask for more."""
+    """Returns the plan with the fewest offloaded feed-forwards, if any is good enough. context: tokens that it must
+    allow, for one sequence if the options ask for a context, otherwise for `max_batch` sequences."""
     options = replace(options, max_context=context)
     if options.asks_for_context:
         options = replace(options, max_batch=1)
@@ -161,12 +161,12 @@ def _with_margin(card: CardMemory) -> CardMemory:
 
 
 def _spread(count: int, total: int) -> list[int]:
-    """Returns so many of the numbers below `total`, evenly spread: a layer is copied while others are computed."""
+    """Returns `count` numbers below `total`, evenly spread, because a layer is copied while others are computed."""
     return [index for index in range(total) if (index + 1) * count // total > index * count // total]
 
 
 def _placed(chosen: Sequence[int], layers: Sequence[int]) -> LayerPlan:
-    """layers: bytes of each layer's feed-forward."""
+    """Returns the plan for the chosen layers. layers: bytes of each layer's feed-forward."""
     if not chosen:
         return LayerPlan()
     return LayerPlan(tuple(chosen), sum(layers[index] for index in chosen),
@@ -183,7 +183,7 @@ def _note(config: ModelConfig, plan: LayerPlan, memory: MemoryPlan, instead: Seq
 
 def _alternatives(config: ModelConfig, options: EngineConfig, choose: Callable[[EngineConfig, int], LayerPlan | None],
                   reached: int) -> Iterator[str]:
-    """Describes plans of other contexts or smaller K/V. reached: tokens of context that this plan promises."""
+    """Yields descriptions of plans for other contexts or smaller K/V. reached: context length of the current plan."""
     context = wanted_context(config, options)
     longer = options.max_context is None and 2 * reached <= config.max_position_embeddings
     lengths = [reached // 2, *[2 * reached] * longer]
@@ -199,7 +199,7 @@ def _alternatives(config: ModelConfig, options: EngineConfig, choose: Callable[[
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Returns ascending numbers in short: `0-3, 5`."""
+    """Returns ascending numbers in short form, such as `0-3, 5`."""
     runs = list[list[int]]()
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -210,7 +210,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def host_computes(options: EngineConfig) -> bool:
-    """True if the host may compute feed-forwards."""
+    """Returns True if the host may compute feed-forwards."""
     return options.expert_compute != "card" and not options.batch_invariant and not missing()
 
 
@@ -222,7 +222,7 @@ def check_host_memory(plan: LayerPlan) -> None:
 
 
 def has_second_form(options: EngineConfig, plan: LayerPlan) -> bool:
-    """True if the host holds quantized feed-forwards in a second form, with which it computes."""
+    """Returns True if the host keeps quantized feed-forwards in a second form, with which it computes."""
     if not host_computes(options):
         return False
     if available_memory() > 2 * plan.nbytes:
@@ -234,7 +234,7 @@ def has_second_form(options: EngineConfig, plan: LayerPlan) -> bool:
 
 @dataclass(slots=True)
 class LayerOffload:
-    """The feed-forwards in host memory of a loaded model. pools: what each layer of the model has in their place."""
+    """The offloaded feed-forwards of a loaded model. pools: per layer, the object that replaces its feed-forward."""
 
     store: LayerStore
     pools: list[ExpertPool | None]
@@ -247,8 +247,8 @@ class LayerOffload:
 
 
 def place_layers(weights: dict[str, Weight], plan: LayerPlan, options: EngineConfig, count: int) -> LayerOffload:
-    """Moves feed-forwards to pinned host memory, and removes them from the weights. The host computes the share of the
-    options, or the one with which both end at the same time. count: layers of the model."""
+    """Moves feed-forwards from `weights` to pinned host memory. The host computes all of them if the options say so,
+    otherwise the share with which host and GPU end at the same time. count: number of the model's layers."""
     device, computes = torch.device(options.device), host_computes(options)
     layers = dict[int, HostLayer]()
     for index in plan.layers:

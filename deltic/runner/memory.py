@@ -1,4 +1,4 @@
-"""The memory of a model's cache: how much it may take, and how it is split."""
+"""Determines how much memory a model's cache may take, and how this memory is split."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from deltic.params import PAGE
 SHARE = 0.9
 """Default fraction of a GPU's memory for weights, cache and steps together."""
 _KEPT = 1152 << 20
-"""Bytes that products and recorded steps keep for themselves on a card, and that lie between their tensors."""
+"""Bytes that matrix products and recorded steps keep for themselves on a GPU, and gaps between their tensors."""
 _OUTSIDE = 512 << 20
-"""Bytes that libraries, kernels and recorded steps take on a card besides torch's allocator."""
+"""Bytes that libraries, kernels and recorded steps take on a GPU outside of torch's allocator."""
 _USUAL_CONTEXT = 1 << 16
-"""Tokens of the contexts that a step has memory for, unless the options name their length."""
+"""Context length in tokens for which steps have memory, unless the options set one."""
 _CONTEXT = 512 << 20
-"""Bytes that CUDA takes before anything is allocated."""
+"""Bytes that CUDA takes before the first allocation."""
 _SMALL_CARD = 32 << 30
 _SMALL_CARD_BUDGET = 2048
-"""Tokens of a step on a small card."""
+"""Token budget of a step on a small GPU."""
 _WHOLE_BLOCK_MIB, _ANY_BLOCK_MIB = 32, 1 << 20
-"""Larger blocks of a small card's memory are not split: while weights are read, and afterwards."""
+"""On a small GPU, torch does not split memory blocks larger than this: while weights are read, and afterwards."""
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-"""glibc's numbers of options for mallopt."""
+"""Numbers of mallopt's options in glibc."""
 
 
 @dataclass(frozen=True, slots=True)
 class CardMemory:
     """The memory of a GPU in bytes.
 
-    limit: what the options allow.
-    taken: by weights, CUDA and other programs.
-    steps: what steps work in.
-    option: the option that raises the limit.
+    limit: bytes that the options allow.
+    taken: bytes that weights, CUDA and other programs take.
+    steps: bytes of the steps' work space.
+    option: name of the option that raises the limit.
     """
 
     limit: int
@@ -58,17 +58,17 @@ class CardMemory:
 
     @property
     def left(self) -> int:
-        """Bytes for the cache."""
+        """Bytes that are left for the cache; negative if the limit is exceeded."""
         return self.limit - self.taken - self.steps
 
 
 def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
                 head: bool, drafts: bool, vectors: bool = False, defers: bool = False,
                 card: CardMemory | None = None) -> tuple[MemoryPlan, PoolOptions]:
-    """Splits the cache's memory. Raises ConfigError if it holds nothing. dtype: of activations. head: there is a draft
-    head. drafts, defers: sequences need delta logs, for drafts or for deferred state writes. vectors: the model makes
-    embeddings beside other models, so the cache takes no more than one text of full length and a step need. card: the
-    memory of the GPU; default: as it is now. The plan is for all devices that share the model together."""
+    """Splits the cache's memory. Raises ConfigError if it cannot hold one sequence. The plan covers all devices that
+    share the model. dtype: of activations. head: there is a draft head. drafts, defers: sequences need delta logs, for
+    drafts or for deferred state writes. vectors: the model computes embeddings beside other models, so its cache takes
+    only enough for one text of full length and a step. card: memory of the GPU; default: its present state."""
     kv = {"fp8": FP8, "int8": INT8, "int4": INT4}.get(options.kv_dtype)
     if kv == INT4 and config.head_dim not in (16, 32, 64, 128, 256):
         raise ConfigError(f"kv_dtype=int4 rotates heads of 16 to 256 dimensions, a power of two; this model's have "
@@ -83,7 +83,7 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     layout = None
     if device_capabilities(options.device).frames:
         layout = frame_layout(own, dtype, PoolOptions(0, head, kv=kv, state=state))
-    # the first of several GPUs has the logits, and the others no more room than it
+    # only the first of several GPUs has the logits, but all GPUs get equal caches
     logits = 4 * config.vocab_size * (count if options.on_gpu else 1)
     needs = MemoryNeeds(count * page_bytes(own, kv or dtype, head), count * slot_bytes(own, dtype, head, state),
                         config.max_position_embeddings, options.max_batch, options.max_context, logits,
@@ -133,14 +133,14 @@ def _gib(size: int) -> str:
 
 
 def _split(budget: int, needs: MemoryNeeds) -> MemoryPlan:
-    """Splits the budget; without state delta logs if one would take more than a quarter of it, or leave no room."""
+    """Splits the budget. Leaves out state delta logs if one would take more than a quarter of it, or leave no room."""
     if needs.log_bytes > budget // 4 or needs.smallest_bytes > budget:
         needs = replace(needs, log_bytes=0)
     return split_memory(budget, needs)
 
 
 def share_memory(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
-    """Splits the options of a model from those of its draft model, which gets a quarter of the memory."""
+    """Returns the options of a model and those of its draft model, which gets a quarter of the memory."""
     memory = options.memory_bytes or free_memory(options.device) // 2
     own = {name: value for name, value in option_defaults().items()
            if name.startswith("expert_") or name in ("cache_dir", "cache_disk_gb", "tp")}
@@ -149,7 +149,7 @@ def share_memory(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
 
 
 def _card_budget(options: EngineConfig, card: CardMemory) -> int:
-    """The size of the cache in bytes, once the weights are loaded."""
+    """Returns the size of the cache in bytes, after the weights are loaded."""
     if options.gpu_memory is None and options.gpu_memory_utilization is None:
         # some is left for steps even if the weights nearly fill the GPU
         return max(card.left, _least_memory(options)[0] // 4)
@@ -164,8 +164,8 @@ def _card_budget(options: EngineConfig, card: CardMemory) -> int:
 
 
 def card_memory(options: EngineConfig, steps: int = 0) -> CardMemory:
-    """Returns the memory of the options' GPU, or of the fullest of several. What torch keeps for later counts as free.
-    Where `gpu_memory` restricts torch, what will be allocated besides it counts as taken."""
+    """Returns the memory of the options' GPU, or of the fullest of several. Unused blocks that torch caches count as
+    free. If `gpu_memory` restricts torch, later allocations outside of torch (`_OUTSIDE`) count as taken."""
     if torch.cuda.is_initialized():
         empty_cache(map(torch.device, options.devices))
     free, total = _least_memory(options)
@@ -176,7 +176,7 @@ def card_memory(options: EngineConfig, steps: int = 0) -> CardMemory:
 
 
 def _least_memory(options: EngineConfig) -> tuple[int, int]:
-    """Returns the free bytes and all bytes of the options' GPU, or of the fullest of several."""
+    """Returns the free and the total bytes of the options' GPU, or of the fullest of several."""
     return min(torch.cuda.mem_get_info(device) for device in options.devices)
 
 
@@ -194,8 +194,8 @@ def card_room(options: EngineConfig) -> int:
 
 
 def expected_card(config: ModelConfig, options: EngineConfig, weights: int) -> CardMemory | None:
-    """Returns the memory of the options' GPU as it will be with so many bytes of weights. None if there is no GPU here
-    and the options give no size."""
+    """Returns the memory of the options' GPU as it will be after loading `weights` bytes of weights. None if this
+    machine has no GPU and the options give no size."""
     if torch.cuda.is_available():
         card = card_memory(options)
     elif options.gpu_memory_bytes is None:
@@ -206,13 +206,13 @@ def expected_card(config: ModelConfig, options: EngineConfig, weights: int) -> C
 
 
 def with_steps(card: CardMemory, config: ModelConfig, options: EngineConfig) -> CardMemory:
-    """Returns the card with the memory that steps of these options work in."""
+    """Returns `card` with the work space that steps with these options need."""
     return replace(card, steps=step_bytes(shard_config(config, options.shards), fit_steps(options, card.limit)))
 
 
 def fit_card(options: EngineConfig) -> EngineConfig:
-    """Restricts torch to the options' memory of each GPU, for the whole process. Returns the options with shorter steps
-    for a small card: what these work in is better used for the cache."""
+    """Restricts torch to the options' memory on each GPU, for the whole process. Returns the options, with a smaller
+    token budget for a small GPU: there, memory is better used for the cache than as work space of steps."""
     if not options.on_gpu:
         return options
     card = card_memory(options)
@@ -230,13 +230,13 @@ def fit_card(options: EngineConfig) -> EngineConfig:
 @contextmanager
 def whole_blocks(options: EngineConfig) -> Iterator[None]:
     """Keeps torch from splitting large blocks of a small GPU's memory while weights are read. Otherwise temporary
-    tensors and weights share blocks, and what lies free between the weights is too small for steps. The environment of
-    the process comes first."""
+    tensors and weights share blocks, and the gaps between the weights are too small for steps. Does nothing if the
+    environment of the process configures torch's allocator."""
     given = "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "PYTORCH_ALLOC_CONF" in os.environ
     if given or not options.on_gpu or card_memory(options).limit > _SMALL_CARD:
         yield
         return
-    # torch has no public function; the second one warns where the first one exists
+    # torch has no public function; the second of these warns in versions that have the first
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     change(f"max_split_size_mb:{_WHOLE_BLOCK_MIB}")
     try:
@@ -247,7 +247,7 @@ def whole_blocks(options: EngineConfig) -> Iterator[None]:
 
 
 def fit_steps(options: EngineConfig, limit: int) -> EngineConfig:
-    """Returns the options with shorter steps if the GPU's memory is small, and the number of tokens is the default."""
+    """Returns the options with a smaller token budget if the GPU's memory is small and the budget is the default."""
     if limit > _SMALL_CARD or options.token_budget != GPU_TOKEN_BUDGET:
         return options
     return replace(options, token_budget=_SMALL_CARD_BUDGET)
@@ -260,9 +260,9 @@ def step_bytes(config: ModelConfig, options: EngineConfig, unpacks: bool = False
 
 
 def working_bytes(config: ModelConfig, tokens: int, unpacks: bool = False, context: int = 0) -> int:
-    """Upper bound for the bytes of a step besides weights and cache: inputs and outputs of one layer's products in two
-    bytes, the residual in four, what products and recorded steps keep, and one layer's K/V of a context, gathered in
-    two bytes. unpacks: the experts of one layer are dequantized in a step."""
+    """Returns an upper bound for the bytes of a step besides weights and cache: inputs and outputs of one layer's
+    products (2 bytes per number), the residual (4 bytes), `_KEPT`, and one layer's K/V of a context, gathered (2
+    bytes). unpacks: a step dequantizes the experts of one layer."""
     linear, experts = config.linear, config.experts
     mixer = 2 * config.num_attention_heads * config.head_dim + 2 * config.num_key_value_heads * config.head_dim
     if linear:
@@ -278,7 +278,7 @@ def working_bytes(config: ModelConfig, tokens: int, unpacks: bool = False, conte
 
 
 def free_memory(device: str) -> int:
-    """Bytes that can still be allocated on a device."""
+    """Returns the number of bytes that can still be allocated on a device."""
     kind = device_kind(device)
     if kind == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -288,9 +288,9 @@ def free_memory(device: str) -> int:
 def keep_freed_memory() -> None:
     """Makes glibc keep freed memory instead of returning it to the system. No effect with other C libraries.
 
-    Otherwise each step would return its larger temporaries and get fresh pages again, which the kernel fills with
-    zeros: about a tenth of the time of a long prompt. Blocks above 32 MiB (weights, cache pools) are still mapped one
-    by one, so that pages of the pools cost memory only once they are used.
+    Otherwise each step would return its larger temporaries and get fresh pages again, which the operating system fills
+    with zeros: about a tenth of the time of a long prompt. Blocks above 32 MiB (weights, cache pools) are still mapped
+    separately, so that pages of the pools cost memory only after their first use.
     """
     try:
         library = ctypes.CDLL(None)

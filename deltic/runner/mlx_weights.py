@@ -1,4 +1,4 @@
-"""Matrices of MLX's files, as MLX multiplies them: codes, scales and biases stay as they are stored."""
+"""Reads quantized matrices of MLX files in the form that MLX multiplies: codes, scales and biases stay unchanged."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _ROLES = ("codes", "scales", "biases")
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrices:
-    """Reads matrices. dtype: of activations, and so of scales and biases."""
+    """Reads matrices. dtype: dtype of activations, to which scales and biases are converted in affine mode."""
 
     dtype: torch.dtype
 
     def read(self, name: str, source: Source) -> Weight | None:
-        """Returns a matrix, or the matrices of a stack; None if it is stored in another format, or is several in one.
-        Raises ModelError as `StoredTensor.read`."""
+        """Returns a matrix or the matrices of a stack. Returns None if the format is not MLX's or if several matrices
+        are stored as one. Raises ModelError as `StoredTensor.read`."""
         parts = [part for part in source.parts if isinstance(part, PackedTensor)]
         if len(parts) < len(source.parts) or packed_parts(name) or not all(map(_is_served, parts)):
             return None

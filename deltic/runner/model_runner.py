@@ -1,4 +1,4 @@
-"""A loaded model: decoder, cache and limits, and the one function that runs a batch."""
+"""A loaded model with its decoder, cache and limits; `ModelRunner.run` runs one batch through it."""
 
 from __future__ import annotations
 
@@ -57,20 +57,20 @@ from deltic.spec_decode.mtp import MtpRunner, draft_sizes
 class Model(Protocol):
     """A model with its cache, on any backend.
 
-    name: the name that users know.
+    name: the name under which users request the model.
     config: the checkpoint's architecture.
-    options: how it runs, with the limits of a request.
-    generation: defaults for what a request leaves open.
-    memory: how much may run at once.
+    options: how the model runs, with the limits of a request.
+    generation: defaults for fields that a request leaves open.
+    memory: limits on the sequences and tokens that run at once.
     cache: grants the pages and slots of batches, and carries out operations on its pools (`cache.pools`).
     mtp_runner: the draft head over this cache, if it is used.
-    partial_head: the part of the matrix of logits that drafts, if it is used.
+    partial_head: the part of the logits matrix that proposes drafts, if it is used.
     draft: the draft model, if there is one.
     encode: computes image embeddings, if the model has a vision tower.
     experts: the offloaded experts, if there are any.
     layers: the offloaded feed-forwards of dense layers, if there are any.
-    capabilities: what the backend can do.
-    numbers: the memory of buckets' integers that recorded CUDA graphs read.
+    capabilities: features of the backend.
+    numbers: per bucket, the device memory from which recorded CUDA graphs read a step's integers.
     """
 
     name: str
@@ -93,8 +93,8 @@ class Model(Protocol):
         """The device of batches and logits."""
 
     def run(self, batch: Batch) -> Tensor:
-        """Runs one step. Returns the logits [L, V] float32 of its `logit_tokens`, valid until the next step. Moves no
-        cursor. With a draft head the batch must ask for the hidden states."""
+        """Runs one step. Returns the logits [L, V] float32 of its `logit_tokens`, valid until the next step. Does not
+        move cursors. With a draft head the batch must ask for the hidden states."""
 
     def run_hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """As `run`; also returns the hidden states [T, H] float32 of all tokens after the final norm, if the batch asks
@@ -108,25 +108,25 @@ log = logging.getLogger("deltic")
 
 _WITHOUT_WEIGHTS = {"add_norm", "rope", "embed", "sample", "copy_slots", "copy_pages", "flush_delta_log", "pack",
                     "step", "mtp_step", "store_kv", "vision"}
-"""Ops that adapters do not change."""
+"""Names of the ops whose results do not depend on adapters."""
 
 
 def select_ops(options: EngineConfig, threads: int) -> Ops:
-    """Returns the ops of one model, with so many threads of their own."""
+    """Returns the ops of one model, with `threads` CPU threads of their own."""
     ops = select(options.ops, options.device, options.cpu_level, threads)
     use_torch_threads(ops, threads)
     return ops
 
 
 def defers_state_writes(config: ModelConfig, options: EngineConfig, dtype: str) -> bool:
-    """True if decode steps of many rows are to leave state writes in delta logs."""
+    """Returns True if decode steps of more than FEW_ROWS rows should leave state updates in delta logs."""
     return (options.max_batch > FEW_ROWS and not options.batch_invariant and config.linear is not None
             and can_defer_state_writes(options.device, dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStatistics:
-    """Statistics of a layer's output for the last token of a step, to find broken layers."""
+    """Statistics of one layer's output for the last token of a step, used to find broken layers."""
 
     layer: int
     size: int
@@ -143,18 +143,18 @@ class ModelRunner:
 
     path: the model's directory or file; None: random weights.
     threads: CPU threads.
-    tokenizer: its texts, if they are not files of the directory.
+    tokenizer: texts of the tokenizer, if they are not files of the directory.
     notes: small records on disk, if there is a cache directory.
-    mtp, partial_head: the model's draft head, or a part of the matrix of logits, if one is used.
+    mtp, partial_head: the model's draft head, or the part of the logits matrix that proposes drafts, if one is used.
     encode, vision: the vision tower, if there is one.
-    identity: what the model is known by elsewhere, if its weights lie in files.
-    statistics: the last step's layer outputs, if `options.debug_layers`.
+    identity: identifies the model to stores outside of this process, if its weights lie in files.
+    statistics: statistics of the last step's layer outputs, if `options.debug_layers`.
     hooks: called with each layer's output, which they may replace; layers are then computed one by one.
     profiler: called with each batch before its step, while a profile is taken.
 
-    These are derived:
+    `__post_init__` derives the other fields:
 
-    shard_views: the cache's tensors by layer, on each device.
+    shard_views: the cache's tensors by layer, for each device.
     step: runs a batch in one native call, if the ops have one.
     mtp_runner: the draft head over this cache.
     graphs: replays decode steps, on a GPU.
@@ -200,7 +200,7 @@ class ModelRunner:
             self.decoder = replace(self.decoder, dtype=torch.float32)
         self.mtp_runner = self._draft_head()
         if self.step is None:
-            self.partial_head = None  # torch multiplies with the matrix in another precision than its own steps
+            self.partial_head = None  # its product would have another precision than torch's own steps
         if self.mtp_runner:
             pools.backlogs.append(WeakMethod(self.mtp_runner.catch_up))  # a copy of this runner adds its own
         graphs = (ShardedGraphs(self.step) if isinstance(self.step, ShardedStep)
@@ -239,7 +239,7 @@ class ModelRunner:
         return MtpRunner(head, self.shard_views, slots, heads.step)
 
     def check_kernels(self) -> None:
-        """Raises ConfigError if the options need kernels of deltic that do not serve this model on a GPU."""
+        """Raises ConfigError if the options need deltic's GPU kernels and these do not support this model."""
         if not self.options.on_gpu or self.step is not None:
             return
         if self.decoder.others:
@@ -257,7 +257,7 @@ class ModelRunner:
 
     @property
     def pools(self) -> CachePools | ShardedPools:
-        """The tensors behind the cache."""
+        """The cache's tensors."""
         assert isinstance(self.cache.pools, CachePools | ShardedPools)
         return self.cache.pools
 
@@ -268,7 +268,7 @@ class ModelRunner:
 
     @property
     def ops(self) -> Ops:
-        """The ops of its layers."""
+        """The ops of the decoder's layers."""
         return self.decoder.ops
 
     @property
@@ -276,8 +276,8 @@ class ModelRunner:
         return self.pools.device
 
     def run(self, batch: Batch) -> Tensor:
-        """Runs one step. Returns the logits [L, V] float32 of its `logit_tokens`. Moves no cursor. With a draft head
-        the batch must ask for the hidden states."""
+        """Runs one step. Returns the logits [L, V] float32 of its `logit_tokens`. Does not move cursors. With a draft
+        head the batch must ask for the hidden states."""
         return self.run_hidden(batch)[0]
 
     @torch.inference_mode()
@@ -300,10 +300,10 @@ class ModelRunner:
         return self._follow(batch)
 
     def _follow(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Runs a step, and the draft head after it."""
+        """Runs a step without a CUDA graph, and the draft head after it."""
         logits, hidden = self._forward(batch)
         hidden = None if hidden is None else hidden.float()
-        if self.mtp_runner is not None and not isinstance(self.step, ShardedStep):  # which does so on each device
+        if self.mtp_runner is not None and not isinstance(self.step, ShardedStep):  # a ShardedStep runs the head itself
             assert hidden is not None, "a draft head needs all hidden states"
             self.pools.wait()
             self.mtp_runner.follow(batch, hidden)
@@ -311,15 +311,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """On a GPU: records the graphs of all decode steps, with drafts and without, and runs prompts of all sizes, so
-        that requests find everything loaded. Must run in the thread that will run the steps. Writes to page 0, slot 0
-        and delta log 0, which must be free."""
+        """Warms up a GPU: records the CUDA graphs of all decode steps, with and without drafts, and runs prompts of all
+        sizes, so that no request waits for loading. Must run in the thread that will run the steps. Writes to page 0,
+        slot 0 and delta log 0, which must be free."""
         if not self.options.on_gpu:
             return
         make_current(self.device)  # the model may have been loaded in another thread
         if self.graphs is not None and (self.mtp_runner is None or self.capabilities.verifies):
             self._warm_up_decode()
-        if not self.options.batch_invariant:  # that reads prompts in decode steps
+        if not self.options.batch_invariant:  # batch_invariant computes prompts in decode steps
             self._warm_up_prompts()
 
     def _warm_up_decode(self) -> None:
@@ -353,7 +353,7 @@ class ModelRunner:
             try:
                 self.run(build(plan, self.device, hidden=head, memory=memory, verified=self.capabilities.verifies))
             except Exception as error:
-                if not is_shortage(error):  # requests will find out; a server that only warms up need not end
+                if not is_shortage(error):  # such requests will fail alone; a failed warm-up need not end the server
                     log.exception("%s: a step with prompts failed before the start", self.name)
                     break
                 log.warning("%s: there is no memory for a step with %d prompt tokens, so that long prompts need more "
@@ -366,14 +366,14 @@ class ModelRunner:
 
     @property
     def _drafts(self) -> int:
-        """The largest number of drafts of a row."""
+        """The maximum number of drafts of a row."""
         speculation = self.options.speculation
         if isinstance(speculation, Auto):
             return Mtp().tokens if self.mtp_runner else 0
         return speculation.tokens if speculation else 0
 
     def _warm_up_rings(self, memory: InputBatch) -> None:
-        """Records steps of few rows with drafts, or with tokens in delta logs."""
+        """Records steps of few rows that verify drafts or have tokens in delta logs."""
         most, head = self._drafts, self.mtp_runner
         for rows, pages in draft_buckets(min(self.memory.max_batch, FEW_ROWS), self.memory.max_context):
             each = 1
@@ -405,7 +405,7 @@ class ModelRunner:
         return self.decoder.ops.sample(logits, sampling)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Returns logits, and the hidden states of all tokens if the batch asks for them."""
+        """Runs the decoder. Returns logits, and the hidden states of all tokens if the batch asks for them."""
         observer = self._observer()
         native = self.step is not None and observer is None and not (batch.adapters and self.options.on_gpu)
         found = self.step(batch) if self.step is not None and native else None
@@ -422,15 +422,15 @@ class ModelRunner:
         return logits, hidden if batch.layout.hidden else None
 
     def adapter_entries(self, adapters: Mapping[str, Adapter]) -> Mapping[str, int]:
-        """Returns the entries of adapters in the table that the GPU's kernels for few tokens read, by the adapters'
-        identities, for the step that is launched next. Torch adds the terms of adapters without an entry."""
+        """Returns the table entries of adapters by their identities, for the step that is launched next. The GPU
+        kernels for few tokens read this table; torch adds the terms of adapters without an entry."""
         if not isinstance(self.step, DecodeStep) or not self.capabilities.adapts or self.hooks:
             return {}
         found = zip(adapters, self.step.adapter_entries([*adapters.values()]), strict=True)
         return {identity: entry for identity, entry in found if entry is not None}
 
     def prepare_adapters(self) -> None:
-        """Compiles the kernels for adapters, so that the first step with one need not wait, or logs why they are
+        """Compiles the kernels for adapters, so that the first step with an adapter need not wait, or logs why they are
         not used."""
         why = self.step.why_no_adapters() if isinstance(self.step, DecodeStep) else None
         if why:
@@ -438,8 +438,8 @@ class ModelRunner:
 
     @property
     def not_adapted(self) -> str | None:
-        """The reason why steps on a CPU cannot add the terms of adapters; None if they can: with the kernels for whole
-        steps, or with the torch ops alone, so that the tokens without adapters are computed as always."""
+        """The reason why steps on a CPU cannot add the terms of adapters; None if they can. They can with the kernels
+        for whole steps or with torch ops alone: then tokens without adapters are computed as in any other step."""
         plain = {name for name, backend in explain(self.ops).items() if not backend.startswith("torch")}
         if self.step is not None or plain <= _WITHOUT_WEIGHTS:
             return None
@@ -469,8 +469,8 @@ class ModelRunner:
 
 def batch_logits(model: Model, prompts: Sequence[Sequence[int]], all_logits: bool, check: Callable[[Tensor], None]
                  ) -> list[Tensor]:
-    """Returns the float32 logits of each prompt's last token [V], or of all [n, V]. Batches as many prompts as there is
-    room for. check: called with the logits of each row."""
+    """Returns the float32 logits of each prompt's last token [V], or of all its tokens [n, V]. Batches as many prompts
+    as fit into the cache. check: called with the logits of each row."""
     cache, parts = model.cache, [list[Tensor]() for _ in prompts]
     waiting, running = deque(range(len(prompts))), dict[int, SequenceCache]()
     try:
@@ -509,7 +509,7 @@ def _admit(model: Model, prompt: Sequence[int]) -> SequenceCache | None:
 
 
 def _rows(running: dict[int, SequenceCache], prompts: Sequence[Sequence[int]], budget: int) -> dict[int, PlannedRow]:
-    """The rows of the next step; those of single tokens first, by slot."""
+    """Returns the rows of the next step by prompt index: rows of one token, then longer ones, each sorted by slot."""
     rows = dict[int, PlannedRow]()
     for place, sequence_cache in running.items():
         tokens = tuple(prompts[place][sequence_cache.done:sequence_cache.done + budget])

@@ -1,9 +1,9 @@
-"""How the time of prefill and decode divides among the operators of a model.
+"""Profiler: measures how the time of prefill and decode divides among the operators of a model.
 
-On a CPU every operator of the op table is called through a clock, one by one instead of in one native step. On a GPU
-the steps stay as they are, CUDA graphs included: torch's profiler records the kernels, empty kernels between them mark
-where a step, sampling and drafting begin, and the name of a kernel is looked up for its operator. Nothing of this
-exists while no profile is taken.
+On a CPU, a wrapper times each call of the op table; operators then run one by one instead of in one native step. On a
+GPU the steps stay as they are, including CUDA graphs: torch's profiler records the kernels, empty kernels between them
+mark where a step, sampling and drafting begin, and the name of a kernel determines its operator. Without a profile in
+progress, none of this has any cost.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ log = logging.getLogger("deltic")
 _TIMED = ("embed", "rope", "add_norm", "gdn_mixer", "attention_mixer", "store_kv", "mlp", "moe", "head", "sample")
 _PHASES = ("prefill", "decode", "mixed")
 Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""From an operator's name and a function of it to a function that does the same and takes its time."""
+"""Takes an operator's name and function. Returns a function that does the same and measures its time."""
 
 
 @dataclass(slots=True)
 class OperatorTime:
-    """One operator in one phase. calls: on a GPU kernels and copies."""
+    """One operator in one phase. calls: number of calls; on a GPU, number of kernels and copies."""
 
     calls: int = 0
     seconds: float = 0.0
@@ -44,7 +44,7 @@ class OperatorTime:
 
 @dataclass(slots=True)
 class PhaseProfile:
-    """The steps of one phase. seconds: from the beginning of each step to the end of its last operator."""
+    """The steps of one phase. seconds: total time from the beginning of each step to the end of its last operator."""
 
     steps: int = 0
     tokens: int = 0
@@ -53,20 +53,20 @@ class PhaseProfile:
 
     @property
     def between(self) -> float:
-        """Seconds in which no operator ran: the host plans, or a device waits for it."""
+        """Seconds in which no operator ran, because the host planned or a device waited for the host."""
         return max(0.0, self.seconds - sum(each.seconds for each in self.operators.values()))
 
 
 @dataclass(slots=True, eq=False)
 class Profile:
-    """Phases by name, complete when its `with` block has ended. `prefill`: steps that read prompts; `decode`: steps of
-    a token a row, or of a token and drafts; `mixed`: steps with rows of both. `print` shows a table."""
+    """Phases by name, complete after the end of its `with` block. `prefill`: steps with prompts; `decode`: steps with
+    one token per row, or one token and drafts; `mixed`: steps with rows of both. `print` shows a table."""
 
     device: str
     phases: dict[str, PhaseProfile] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON. share: of the phase's seconds."""
+        """Returns the profile as values for JSON. share: fraction of the phase's seconds."""
         return {"device": self.device, "phases": {
             name: {"steps": phase.steps, "tokens": phase.tokens, "seconds": phase.seconds,
                    "operators": {operator: {"calls": calls, "seconds": seconds, "share": share}
@@ -78,7 +78,7 @@ class Profile:
 
 
 def _rows(phase: PhaseProfile) -> Iterator[tuple[str, int, float, float]]:
-    """Operators, the longest first, and what lies between them: name, calls, seconds, share."""
+    """Yields name, calls, seconds and share of each operator, longest first, then of the time between operators."""
     found = sorted(phase.operators.items(), key=lambda item: -item[1].seconds)
     rest = OperatorTime(phase.steps, phase.between)
     for name, each in (*found, ("between operators", rest)):
@@ -97,7 +97,7 @@ def _table(name: str, phase: PhaseProfile) -> str:
 @contextmanager
 def profiling(runtime: object, between_steps: Callable[[], AbstractContextManager[object]] = nullcontext
               ) -> Iterator[Profile]:
-    """Profile all steps until the `with` block ends. between_steps: gives a context in which no step runs."""
+    """Profiles all steps until the `with` block ends. between_steps: returns a context in which no step runs."""
     if not isinstance(runtime, ModelRunner):
         raise RequestError("a compiled model has no operators to time: load the model itself", "model")
     profiler = (_OnHost if runtime.device.type == "cpu" else _OnCard)(runtime)
@@ -111,38 +111,38 @@ def profiling(runtime: object, between_steps: Callable[[], AbstractContextManage
         try:
             with between_steps():
                 profiler.stop()
-        except UnavailableError:  # it was closed meanwhile: no step runs
+        except UnavailableError:  # the engine was closed meanwhile, so no step runs
             profiler.stop()
 
 
 class _Account:
-    """What was measured, step by step."""
+    """Adds measurements to a profile, step by step."""
 
     def __init__(self, profile: Profile) -> None:
         self._phases, self._phase = profile.phases, PhaseProfile()
         self._began = self._ended = 0.0
 
     def begin(self, name: str, now: float) -> None:
-        """A step begins."""
+        """Begins a step of the phase `name` at the time `now`."""
         self.close()
         self._phase = self._phases.setdefault(name, PhaseProfile())
         self._began = self._ended = now
 
     def add(self, operator: str, began: float, ended: float) -> None:
-        """An operator of the step ran from here to there."""
+        """Adds an operator of the step that ran from `began` to `ended`."""
         found = self._phase.operators.setdefault(operator, OperatorTime())
         found.calls += 1
         found.seconds += ended - began
         self._ended = max(self._ended, ended)
 
     def close(self) -> None:
-        """Nothing of the step follows."""
+        """Ends the current step."""
         self._phase.seconds += self._ended - self._began
         self._phase, self._began, self._ended = PhaseProfile(), 0.0, 0.0
 
 
 class _Profiler(ABC):
-    """Puts wrapped operators in the place of a runtime's own, and the own ones back."""
+    """Replaces a runtime's operators with wrapped ones during a profile and restores them afterwards."""
 
     def __init__(self, runtime: ModelRunner) -> None:
         self.profile = Profile(str(runtime.device))
@@ -150,7 +150,7 @@ class _Profiler(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Put the wrapped operators in their place."""
+        """Installs the wrapped operators."""
 
     def stop(self) -> None:
         self._restore()
@@ -163,7 +163,7 @@ class _Profiler(ABC):
             self._undo.pop()()
 
     def _exchange(self, owner: Any, **values: object) -> None:
-        """Set attributes until the profile ends."""
+        """Sets attributes of `owner` until the profile ends."""
         for name, value in values.items():
             self._undo.append(partial(setattr, owner, name, getattr(owner, name)))
             setattr(owner, name, value)
@@ -173,7 +173,7 @@ class _Profiler(ABC):
 
 
 class _OnHost(_Profiler):
-    """Calls of the op table, through a clock."""
+    """Times the calls of the op table on a CPU."""
 
     def start(self) -> None:
         runtime, draft, runner = self._runtime, self._draft_runtime(), self._runtime.mtp_runner
@@ -201,7 +201,7 @@ class _OnHost(_Profiler):
 
 
 class _OnCard(_Profiler):
-    """Kernels, as torch's profiler has seen them."""
+    """Collects the GPU kernels that torch's profiler has recorded."""
 
     def start(self) -> None:
         runtime, draft, runner = self._runtime, self._draft_runtime(), self._runtime.mtp_runner
@@ -214,7 +214,7 @@ class _OnCard(_Profiler):
         if draft is not None:
             self._exchange(draft, profiler=lambda batch: self._marks.put("draft_model"))
         if runner is not None and (step := runner.serving[1]):
-            # not `follow`, which may be recorded in a graph
+            # no marks around `follow`, which may be recorded in a graph
             ahead = step.draft_ahead and self._marked("mtp", step.draft_ahead)
             self._exchange(runner, serving=(runner.serving[0], replace(
                 step, draft=self._marked("mtp", step.draft), draft_ahead=ahead)))
@@ -245,8 +245,8 @@ class _OnCard(_Profiler):
 
 
 def account_kernels(account: _Account, kernels: list[tuple[str, int, int]]) -> None:
-    """Divide kernels among phases and operators. kernels: names, and nanoseconds at which they began and ended."""
-    region = ""  # of whose operator all kernels are
+    """Divides kernels among phases and operators. kernels: names, and times in ns at which they began and ended."""
+    region = ""  # if set, the operator to which all kernels count
     for name, began, ended in sorted(kernels, key=lambda kernel: kernel[1]):
         mark = mark_of(name)
         if mark in _PHASES:
@@ -263,7 +263,7 @@ def _wrapped(ops: Ops, wrap: Wrap) -> Ops:
 
 
 def _count(profile: Profile, batch: Batch) -> str:
-    """Count a step; returns its phase."""
+    """Counts a step. Returns its phase."""
     layout = batch.layout
     drafts = layout.logits == layout.tokens and max(layout.chunks, default=1) <= MAX_DRAFTS + 1
     name = "decode" if layout.tokens == layout.rows or drafts else "mixed" if layout.decode_rows else "prefill"

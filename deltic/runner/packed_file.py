@@ -39,15 +39,15 @@ _HEAD: Final = struct.Struct("<12sIQ")
 _ALIGNMENT: Final = 64
 _PIECE: Final = 16 << 20
 _LARGEST: Final = 64 << 20
-"""Bytes that a header may have."""
+"""Maximum bytes of a header."""
 
 
 class PackedFile:
     """A model's packed weights in a directory."""
 
     def __init__(self, folder: str, facts: Mapping[str, object], made: Identity) -> None:
-        """facts: of the machine and the kernels. made: identity of the weights. Raises ConfigError if the directory
-        cannot be created."""
+        """facts: facts of the machine and the kernels. made: identity of the weights. Raises ConfigError if the
+        directory cannot be created."""
         files = [asdict(mark) for mark in made.marks]
         self.usable = all(mark.settled for mark in made.marks)
         """True if every later change of the model's files can be detected."""
@@ -95,7 +95,7 @@ def _bytes_of(block: Tensor | QTensor) -> memoryview:
 
 
 def _view(data: Tensor) -> memoryview:
-    """The bytes of a uint8 tensor."""
+    """Returns the bytes of a uint8 tensor."""
     numbers: Any = data.numpy()
     return memoryview(numbers).cast("B")
 
@@ -107,7 +107,7 @@ def _describe(block: Tensor | QTensor) -> dict[str, Any]:
 
 
 def _pieces(key: str, weights: Sequence[Mapping[str, Weight]]) -> Iterator[bytes | memoryview]:
-    """The file's content. Blocks of one weight that is a tuple follow each other under its name."""
+    """Yields the file's content. If a weight is a tuple, its blocks follow each other under its name."""
     entries, parts, start = list[dict[str, Any]](), list[memoryview](), 0
     named = [(device, name, weight) for device, own in enumerate(weights) for name, weight in own.items()]
     for device, name, weight in named:
@@ -136,7 +136,7 @@ def _digests(view: memoryview) -> list[str]:
 
 
 def _read(descriptor: int, key: str) -> list[dict[str, Weight]]:
-    """Raises ValueError with the reason if the file is unusable."""
+    """Returns each device's weights from a file. Raises ValueError with the reason if the file is unusable."""
     magic, version, size = _HEAD.unpack(_exactly(descriptor, _HEAD.size, 0))
     if magic != _MAGIC or version != VERSION or size > _LARGEST:
         raise ValueError("it is no file of packed weights, or of another version of deltic")

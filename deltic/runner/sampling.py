@@ -1,4 +1,4 @@
-"""Sampling parameters of a step as tensors. `ops.sample` samples with them."""
+"""Turns the sampling parameters of a step into tensors, with which `ops.sample` samples."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from deltic.runner.upload import HostToDeviceBuffer, upload
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One draw: the sequence's next token, or the one after these drafts, if they are right. mask: the allowed tokens,
-    as in `Constraint`; None: all."""
+    """One draw: the sequence's next token, or the token after these drafts, which counts if they are right. mask: the
+    allowed tokens, as in `Constraint`; None: all."""
 
     sequence: Sequence
     drafts: tuple[int, ...] = ()
@@ -39,15 +39,15 @@ class SampleRow:
 
 
 class AnswerKeys:
-    """The noise keys of answers on a device, kept while the same sequences sample."""
+    """Noise keys of answers on a device. They are reused while the same sequences sample."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
         self._keys = torch.empty(0, dtype=torch.int64)
 
     def write_keys(self, sequences: list[Sequence], done: Tensor, keys: Tensor) -> None:
-        """Writes the keys [R, n] int64 of the draws after rows' first tokens and the following ones. done [R] int64:
-        cursors of the first tokens, on the device."""
+        """Writes the keys [R, n] int64 of each row's n draws, which follow its first token and the tokens after it.
+        done [R] int64: cursors of the first tokens, on the device."""
         row_keys(self._of(sequences, keys.device), done, keys)
 
     def _of(self, sequences: list[Sequence], device: torch.device) -> Tensor:
@@ -58,13 +58,13 @@ class AnswerKeys:
 
 
 class SamplingTable:
-    """The sampling parameters of successive steps: all but keys and penalties are kept while the same sequences sample.
-    On a CPU results are valid until the next draw."""
+    """The sampling parameters of successive steps. All except keys and penalties are reused while the same sequences
+    sample. On a CPU results are valid until the next draw."""
 
     def __init__(self, lands: bool = False) -> None:
         """lands: a GPU writes its results to host memory, which must be read before the next draw but one."""
         self._lands, self._turn = lands, 0
-        self._landings: dict[tuple[int, int], Tensor] = {}  # kept: a step that is not collected writes there, too
+        self._landings: dict[tuple[int, int], Tensor] = {}  # kept, as a step that is not collected writes there, too
         self._sequences: list[Sequence] = []
         self._sampling = Sampling(*(torch.empty(0),) * 5)
         self._adjusts, self._keys = False, HostToDeviceBuffer(torch.empty(0, dtype=torch.int64))
@@ -74,8 +74,8 @@ class SamplingTable:
     def of(
         self, draws: List[SampleRow], device: torch.device, vocabulary: int, begins: Tensor | None = None
     ) -> Sampling:
-        """Returns the parameters; row i is draw i. vocabulary: the number of logits. begins [R] int64, on the device:
-        the cursors of the rows, which have equally many draws; None: the host knows the positions."""
+        """Returns the parameters; row i is draw i. vocabulary: number of logits. begins [R] int64, on the device: the
+        cursors of the rows, which all have the same number of draws; None: the host knows the positions."""
         sequences = [draw.sequence for draw in draws]
         if sequences != self._sequences:
             params = [sequence.sampling for sequence in sequences]
@@ -109,12 +109,12 @@ class SamplingTable:
 
 
 def sampling_of(draws: List[SampleRow], device: torch.device, vocabulary: int) -> Sampling:
-    """As `SamplingTable.of`, without a table."""
+    """As `SamplingTable.of`, for a single step."""
     return SamplingTable().of(draws, device, vocabulary)
 
 
 def _sampling(params: List[SamplingParams], device: torch.device) -> Sampling:
-    """All but keys and penalties."""
+    """Returns the parameters without keys and penalties."""
     greedy, reports = all(p.temperature == 0 for p in params), [p.logprobs for p in params if p.logprobs is not None]
     if greedy and not reports:
         return _greedy(len(params), device)
@@ -130,7 +130,7 @@ def _sampling(params: List[SamplingParams], device: torch.device) -> Sampling:
 
 @cache
 def _greedy(rows: int, device: torch.device) -> Sampling:
-    """The parameters of greedy sequences without reports."""
+    """Returns the parameters of greedy sequences that report no log probabilities."""
     zeros, integers = torch.zeros(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
     return Sampling(zeros, integers, zeros + 1, zeros, integers)
 
@@ -167,13 +167,13 @@ def _adjust(draws: List[SampleRow], device: torch.device, vocabulary: int) -> Ad
 
 
 def _masked(table: LogitTable, mask: bytes, vocabulary: int, device: torch.device) -> LogitTable:
-    """Adds a mask to a table."""
+    """Returns a table with a mask added."""
     masked = offsets(mask, vocabulary, device)
     return replace(table, offset=masked if table.offset is None else masked.add_(table.offset))
 
 
 def _penalties(sequence: Sequence, device: torch.device, vocabulary: int, prompts: dict[int, Penalties]) -> Penalties:
-    """The penalties of a sequence. prompts: those at the ends of prompts by request, shared by all choices."""
+    """Returns the penalties of a sequence. prompts: by request, those at the prompt's end, which its choices share."""
     known: Penalties | None = sequence.sampler.penalties
     if known is None:
         shared = None if sequence.generated else prompts.get(id(sequence.request))
@@ -185,7 +185,7 @@ def _penalties(sequence: Sequence, device: torch.device, vocabulary: int, prompt
 
 
 def logprobs_of(sampled: Sampled, row: int, wanted: int | None) -> TokenLogprobs | None:
-    """The log probabilities of one row, with as many top tokens as its request wants."""
+    """Returns the log probabilities of one row with `wanted` top tokens; None if the request wants none."""
     if wanted is None or sampled.logprobs is None or sampled.top_tokens is None or sampled.top_logprobs is None:
         return None
     top = zip(sampled.top_tokens[row, :wanted].tolist(), sampled.top_logprobs[row, :wanted].tolist(), strict=True)
@@ -194,7 +194,7 @@ def logprobs_of(sampled: Sampled, row: int, wanted: int | None) -> TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class TokenRanks:
-    """Log probabilities [n] float32 and ranks [n] of n known tokens, and those of the k most probable tokens [n, k]."""
+    """Log probabilities [n] float32 and ranks [n] of n known tokens; log probabilities and ids of the top k [n, k]."""
 
     token: Tensor
     rank: Tensor
@@ -202,17 +202,17 @@ class TokenRanks:
     top_tokens: Tensor
 
     def report(self) -> list[TokenLogprobs]:
-        """Waits for the device."""
+        """Returns the numbers on the host, after waiting for the device."""
         tops = zip(self.top_tokens.tolist(), self.top.tolist(), strict=True)
         return [TokenLogprobs(token, tuple(zip(*top, strict=True)), rank)
                 for token, rank, top in zip(self.token.tolist(), self.rank.tolist(), tops, strict=True)]
 
 
 def scores_of(logits: Tensor, tokens: List[int], top: int) -> TokenRanks:
-    """Log probabilities of known tokens and of the `top` most probable ones. logits [n, V]: one row for each token.
+    """Returns log probabilities of known tokens and of the `top` most probable ones. logits [n, V]: a row per token.
 
-    The most probable ones are selected row by row, because the choice among equal ones on a GPU depends on the number
-    of rows.
+    Selects the most probable tokens row by row, because the choice among equal ones on a GPU depends on the number of
+    rows.
     """
     chances = logits.double().log_softmax(-1)
     known = chances.gather(1, torch.tensor(list(tokens), device=logits.device)[:, None])
@@ -225,19 +225,19 @@ _FORBIDDEN = float("-inf")
 
 
 def penalizes(params: SamplingParams) -> bool:
-    """True if logits change throughout the answer."""
+    """Returns True if the parameters change logits throughout the answer."""
     return bool(params.repetition_penalty not in (None, 1.0) or params.presence_penalty or params.frequency_penalty
                 or params.logit_bias)
 
 
 def changes_logits(sequence: Sequence) -> bool:
-    """True if a logit of this sequence's next tokens may change."""
+    """Returns True if the parameters may change logits of this sequence's next tokens."""
     params = sequence.sampling
     return penalizes(params) or _is_short(sequence)
 
 
 def _is_short(sequence: Sequence, drafts: int = 0) -> bool:
-    """True if the answer may not end after so many drafts. `LogitMasks` does this for constraints."""
+    """Returns True if `min_tokens` forbids an end after `drafts` drafts. With a constraint, `LogitMasks` does that."""
     return bool(sequence.eos and sequence.constraint is None
                 and sequence.generated + drafts < sequence.sampling.min_tokens)
 
@@ -245,8 +245,8 @@ def _is_short(sequence: Sequence, drafts: int = 0) -> bool:
 class Penalties:
     """The changes of one sequence's next logits, over the whole vocabulary.
 
-    New tokens are entered at the next call, so that a step costs as much as its new tokens. Choices of one request
-    share the tensors until they differ.
+    Each call adds only the tokens since the last one, so a step costs time in proportion to its new tokens. Choices of
+    one request share the tensors until they differ.
     """
 
     __slots__ = ("_offset", "_penalizes", "_read", "_repetition", "_shared", "_short", "factor")
@@ -278,7 +278,7 @@ class Penalties:
         return other
 
     def table(self, sequence: Sequence, row: int, vocabulary: int) -> LogitTable | None:
-        """The changes of the logits of a row for the sequence's next token; None: none."""
+        """Returns the changes of a row's logits for the sequence's next token; None if there are none."""
         self._follow(sequence)
         if self._repetition is None and self._offset is None:
             return None
@@ -286,8 +286,8 @@ class Penalties:
                             for tensor in (self._repetition, self._offset)))
 
     def after_drafts(self, sequence: Sequence, drafts: tuple[int, ...]) -> Iterator[tuple[int, float, float]]:
-        """Yields the differences from `table` after these drafts: tokens, their repetition factors and offsets. Must be
-        called after `table`."""
+        """Yields the differences from `table` after these drafts: tokens, their repetition factors and offsets. Call it
+        after `table`."""
         counts = Counter(drafts if self._repetition is not None or self._penalizes else ())
         short = _is_short(sequence, len(drafts))
         for token in {*counts, *(sequence.eos if self._short and not short else ())}:
@@ -297,7 +297,7 @@ class Penalties:
                            short and token in sequence.eos))
 
     def _follow(self, sequence: Sequence) -> None:
-        """Enters the new tokens."""
+        """Updates the tensors with the tokens since the last call."""
         params, new = sequence.sampling, {*sequence.tokens[self._read:]}
         self._read = len(sequence.tokens)
         if self._repetition is not None and new:
@@ -310,7 +310,7 @@ class Penalties:
         if self._offset is None or not changed:
             return
         if not self._penalizes and not params.logit_bias:
-            self._offset = None  # only the minimum length had changed logits
+            self._offset = None  # only `min_tokens` had changed logits
             return
         self._own()
         self._write(sequence, self._offset, changed)
@@ -333,7 +333,7 @@ class Penalties:
 
 
 def _offset(params: SamplingParams, token: int, count: int, banned: bool) -> float:
-    """The offset of the logit of a token that the answer has `count` times."""
+    """Returns the logit offset of a token that occurs `count` times in the answer."""
     if banned:
         return _FORBIDDEN
     bias = params.logit_bias.get(token)
@@ -344,25 +344,25 @@ def _offset(params: SamplingParams, token: int, count: int, banned: bool) -> flo
 
 
 _THREADS = 2
-"""Masks are computed without the interpreter's lock, usually in a fraction of a millisecond."""
+"""Threads that compute masks: without the interpreter's lock, usually in a fraction of a millisecond."""
 SLOW = 0.002
-"""Processor seconds per mask from which on a sequence's masks are slow: its next one is computed before it may run
-again, so that the others do not wait for it."""
+"""Processor seconds per mask from which on a sequence's masks count as slow: then its next mask is computed before the
+sequence may run again, so that other sequences do not wait for it."""
 
 Asked = Mapping[Sequence, "Future[list[bytes | None]]"]
-"""By sequence: the masks of the next token and of the token after each draft; None: all are allowed."""
+"""The masks of each sequence: for its next token and for the token after each draft; None: all tokens are allowed."""
 
 
 class LogitMasks:
-    """Computes masks in threads."""
+    """Computes the masks of constraints in threads."""
 
     def __init__(self) -> None:
         self._threads: ThreadPoolExecutor | None = None
         self._slow_threads: FairExecutor | None = None
 
     def begin(self, running: List[Sequence]) -> None:
-        """Starts the next mask of each sequence with slow masks, in a thread that clients share by processor time. Such
-        sequences have no drafts."""
+        """Starts the next mask of each sequence with slow masks, in a thread that clients share fairly by processor
+        time. Such sequences have no drafts."""
         for sequence in running:
             if slow(sequence) and sequence.sampler.mask is None and sequence.answering:
                 self._slow_threads = self._slow_threads or FairExecutor(1, "deltic-slow-masks")
@@ -377,7 +377,7 @@ class LogitMasks:
 
     @staticmethod
     def _asked(threads: ThreadPoolExecutor, sequence: Sequence, drafts: tuple[int, ...]) -> Future[list[bytes | None]]:
-        """Uses a mask that was started before the step, if the sequence has no drafts."""
+        """Returns the future of a sequence's masks: that of `begin`, if there is one and the sequence has no drafts."""
         begun, sequence.sampler.mask = sequence.sampler.mask, None
         if begun is None:
             return threads.submit(_masks, sequence, drafts)
@@ -385,12 +385,12 @@ class LogitMasks:
 
 
 def slow(sequence: Sequence) -> bool:
-    """True if the last masks of a sequence were slow."""
+    """Returns True if the last masks of a sequence were slow."""
     return sequence.sampler.mask_seconds >= SLOW
 
 
 def offsets(mask: bytes, vocabulary: int, device: torch.device) -> Tensor:
-    """Offsets [vocabulary] float32 of logits: 0 where the mask's bit is set, -inf elsewhere."""
+    """Returns offsets [vocabulary] float32 of logits: 0 where the mask's bit is set, -inf elsewhere."""
     size = -(-vocabulary // 8)
     whole = torch.frombuffer(bytearray(mask[:size].ljust(size, b"\0")), dtype=torch.uint8)
     return _table(device)[whole.to(device).int()].view(-1)[:vocabulary]
@@ -410,13 +410,13 @@ def _masks(sequence: Sequence, drafts: tuple[int, ...]) -> list[bytes | None]:
 
 def _masks_after(begun: Future[list[bytes | None]], sequence: Sequence, drafts: tuple[int, ...]
                  ) -> list[bytes | None]:
-    """The masks, after the one that was started: a constraint serves one thread at a time."""
+    """Computes masks after waiting for `begun`, because a constraint serves one thread at a time."""
     begun.exception()
     return _masks(sequence, drafts)
 
 
 def _without_ends(sequence: Sequence, mask: bytes, generated: int) -> bytes:
-    """The mask without the end tokens that are not allowed yet, unless nothing else is allowed."""
+    """Returns the mask without the end tokens that are not allowed yet, unless it allows no other tokens."""
     params = sequence.sampling
     if generated < params.min_tokens:
         ends = sequence.eos
@@ -433,6 +433,6 @@ def _without_ends(sequence: Sequence, mask: bytes, generated: int) -> bytes:
 
 @cache
 def _table(device: torch.device) -> Tensor:
-    """The offsets [256, 8] of each byte of a mask."""
+    """Returns the offsets [256, 8] for each value of a mask byte."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     return torch.where(bits == 1, 0.0, -torch.inf).to(device)

@@ -17,7 +17,7 @@ from deltic.runner.input_batch import BucketKey, step_of
 
 @dataclass(frozen=True, slots=True)
 class _ShardedCapture:
-    """Of each device: its graph; numbers: the step's integers, which the graph reads; logits [rows, its part of V]."""
+    """A recorded step. Per device: graphs; numbers: the step's integers, which a graph reads; logits [rows, own V]."""
 
     graphs: tuple[torch.cuda.CUDAGraph, ...]
     numbers: tuple[Tensor, ...]
@@ -52,13 +52,13 @@ class ShardedGraphs:
         return ShardedLogits([logits[:batch.layout.logits] for logits in captured.logits])
 
     def _send(self, padded: Padded, numbers: Sequence[Tensor]) -> None:
-        """Brings the integers of a step to all devices."""
+        """Copies the integers of a step to all devices."""
         for own in numbers:
             if own.data_ptr() != padded.numbers.data_ptr():
                 own.copy_(padded.numbers, non_blocking=True)
 
     def _first(self, padded: Padded) -> Tensor:
-        """Runs the first step of a bucket without graphs, then records them."""
+        """Runs the first step of a bucket without graphs, then records its graphs. Returns the logits."""
         numbers = tuple(torch.empty_like(padded.numbers, device=device) for device in self._step.devices[1:])
         numbers = (padded.numbers, *numbers)
         self._send(padded, numbers)

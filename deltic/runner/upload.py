@@ -1,4 +1,4 @@
-"""Integers that the host sends to a device in every step."""
+"""Sends integers from the host to a device in every step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from deltic.ops.input_columns import IDS_OFFSET
 
 
 class HostToDeviceBuffer:
-    """Integers at a fixed place on a device that change in every step. The host writes into one of two pinned buffers,
-    by turns, so that it need not wait for the copy of the other. On a CPU it writes to the place itself."""
+    """Integers in fixed device memory that change in every step. The host writes alternately to two pinned buffers, so
+    that it need not wait for the copy of the other one. On a CPU it writes to the memory itself."""
 
     def __init__(self, numbers: Tensor, tokens: int = 0) -> None:
-        """numbers [N] int64: the place. tokens: the count of ids, from IDS_OFFSET on, that may be taken from others on
-        the device; the last numbers are their places there. A buffer with tokens is meant for many steps."""
+        """numbers [N] int64: the device memory. tokens: number of ids, from IDS_OFFSET on, that `send` may gather from
+        `drawn`; the last `tokens` numbers are their indices there. A buffer with tokens is meant for many steps."""
         self.numbers, self._turn, self._tokens = numbers, 0, tokens
         hosts = [torch.zeros_like(numbers, device="cpu", pin_memory=True) for _ in range(2)] if numbers.is_cuda else []
         self._buffers = [(host, host.numpy(), torch.cuda.Event(), sender(host, numbers, tokens) if tokens else None)
@@ -30,7 +30,7 @@ class HostToDeviceBuffer:
             weakref.finalize(self, _wait, self._buffers).atexit = False
 
     def begin(self) -> Any:
-        """The array [N] to write to. It holds an earlier step."""
+        """Returns the array [N] to write to, which still has the numbers of an earlier step."""
         if not self._buffers:
             return self.numbers.numpy()
         self._turn ^= 1
@@ -40,8 +40,8 @@ class HostToDeviceBuffer:
         return host
 
     def send(self, drawn: Tensor | None = None) -> None:
-        """Copies what was written, in the order of the device's stream. drawn [M] int64, on the device: the numbers
-        that the ids are taken from."""
+        """Copies the written numbers to the device, in stream order. drawn [M] int64, on the device: tokens from which
+        the ids are gathered."""
         if self._buffers:
             host, _, copied, send = self._buffers[self._turn]
             if send:
@@ -56,11 +56,11 @@ class HostToDeviceBuffer:
 
 
 def _wait(buffers: List[tuple[Tensor, Any, torch.cuda.Event, Any]]) -> None:
-    """Waits until the device has read the buffers; then their memory may be used again."""
+    """Waits until the device has read the buffers, after which their memory may be reused."""
     for _, _, copied, _ in buffers:
         copied.synchronize()
 
 
 def upload(numbers: array[int] | array[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # torch.tensor looks at every number several times
+    # faster than torch.tensor, which reads every number several times
     return on_device(torch.frombuffer(numbers, dtype=dtype), device)

@@ -1,8 +1,8 @@
-"""The prompt steps that run before a server is ready, so that no request pays for what is made at first use.
+"""Warm-up steps with prompts, which run before a server is ready, so that no request pays for first-use costs.
 
-Libraries load a kernel when it is first launched and choose kernels by the number of tokens; cuDNN builds one for each
-length of an attention; torch allocates the working memory of a step. Handles and cuDNN's kernels belong to a thread:
-the steps must run in the engine's.
+Libraries load a kernel at its first launch and choose kernels by the number of tokens; cuDNN builds a kernel for each
+attention length; torch allocates the working memory of a step. Library handles and cuDNN's kernels belong to a thread,
+so these steps must run in the engine's thread.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.params import PAGE
 
 _CONTEXTS = (1 << 10, 1 << 13, 1 << 15)
-"""Tokens up to the end of prompts that begin behind cached tokens."""
+"""Total lengths, in tokens, of prompts that begin with cached tokens."""
 _TURNS = (16, 128, 1024)
-"""Their new tokens."""
+"""Numbers of new tokens in these prompts."""
 _BESIDE = 512
-"""Tokens of a prompt beside answers."""
+"""Number of tokens of a prompt that shares its step with decode rows."""
 _FEW_EXPERTS_SIZES = (2, 512)
-"""Sizes for a model whose experts are read from the host's memory in each step."""
+"""Prompt sizes for a model that reads weights from host memory in each step."""
 
 Part = tuple[int, int]
-"""A row's cached tokens, and its tokens in the step."""
+"""Numbers of a row's cached tokens and of its tokens in the step."""
 
 
 def prompt_plans(budget: int, max_context: int, max_batch: int, few: bool = False, page: int = 0
                  ) -> Iterator[StepPlan]:
-    """Yields steps with prompts of every size, with several prompts, with prompts behind cached tokens, and with
-    prompts next to answers. The first and the last steps have the largest prompts. Every step writes to one page and
-    to slot 0. few: yields two sizes only, for a model with slow steps."""
+    """Yields steps with prompts of every size, with several prompts, with prompts that begin with cached tokens, and
+    with prompts beside decode rows. The first and the last steps have the largest prompts. Every step writes to one
+    page and to slot 0. few: yield two sizes only, for a model with slow steps."""
     most = min(budget, max_context - 1)
     sizes = [size for size in _FEW_EXPERTS_SIZES if size <= most] if few else sizes_up_to(most)
     for size in reversed(sizes):
@@ -53,7 +53,7 @@ def prompt_plans(budget: int, max_context: int, max_batch: int, few: bool = Fals
 
 
 def sizes_up_to(most: int) -> list[int]:
-    """Powers of two, their halves more, and the largest size itself: 2, 3, 4, 6, 8, 12 ... most."""
+    """Returns powers of two, 1.5 times these, and the largest size itself: 2, 3, 4, 6, 8, 12 ... most."""
     powers = [1 << power for power in range(1, most.bit_length())]
     return sorted({most, *(size for power in powers for size in (power, power + power // 2) if size <= most)} - {0, 1})
 

@@ -62,11 +62,11 @@ from deltic.vision.images import Pixels, patches_of
 
 log = logging.getLogger("deltic")
 _FREE_SHARE = 0.85
-"""The share of a GPU's free memory that weights may fill, so that the cache and a step find room beside them."""
+"""Fraction of a GPU's free memory that weights may fill, which leaves room for the cache and a step."""
 
 
 class RandomWeights(Protocol):
-    """Makes random tensors. head: there is a draft head, too."""
+    """A source of random tensors. head: True if it also has a draft head."""
 
     @property
     def head(self) -> bool: ...
@@ -77,7 +77,7 @@ class RandomWeights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """What is known of a model before its weights are read. Either `files` or `random` has the weights."""
+    """A model whose weights have not been read yet. Either `files` or `random` has the weights."""
 
     name: str
     config: ModelConfig
@@ -87,16 +87,16 @@ class OpenedModel:
 
 
 class WeightReader:
-    """Reads the weights of one model, for each device its own part.
+    """Reads the weights of one model, split into a part for each device.
 
-    dtype: of plain weights and activations.
-    packed: the matrices stay as they are in a GGUF file. tiled: its value heads are not grouped by key heads.
+    dtype: dtype of plain weights and activations.
+    packed: the matrices stay as in a GGUF file. tiled: the file's value heads are not grouped by key heads.
     drafts: the model drafts for another one.
     """
 
     def __init__(self, source: OpenedModel, options: EngineConfig, ops: Ops, dtype: DType, drafts: bool = False,
                  progress: Progress | None = None) -> None:
-        """Raises ConfigError for options that do not suit the weights. Reads none."""
+        """Raises ConfigError for options that do not suit the weights. Does not read weights."""
         self.source, self.options, self.ops, self.dtype, self.drafts = source, options, ops, dtype, drafts
         self._progress = progress
         files = source.files
@@ -131,7 +131,7 @@ class WeightReader:
         return weight_sizes(self.source.config, self.dtype, self._scheme)
 
     def shard_bytes(self) -> int:
-        """Returns the bytes of the text model's weights on the device that has the most."""
+        """Returns the bytes of the text model's weights on the device with the most."""
         return largest_part(self.sizes(), self.source.config, self._split)
 
     def tower_bytes(self) -> int:
@@ -142,8 +142,8 @@ class WeightReader:
         return 2 * sum(map(prod, expected_tower(files.vision.tower).values()))
 
     def head_copies(self, head: Mapping[str, Weight] | None) -> int:
-        """Estimates the bytes of a draft head on a GPU besides its weights: copied rows of the matrix of the logits
-        and joined projections."""
+        """Returns an estimate of the bytes of a draft head on a GPU besides its weights: copied rows of the logits
+        matrix and joined projections."""
         if head is None:
             return 0
         sizes, base, size = self.sizes(), self.options.draft_vocab, self.source.config.vocab_size
@@ -153,14 +153,14 @@ class WeightReader:
         return copied + sum(joined)
 
     def identity(self, head: bool) -> Identity:
-        """Returns what the weights are made of. head: with a draft head."""
+        """Returns the identity of the loaded weights. head: True if they include a draft head."""
         facts = {"random": self.source.random, "config": self.source.config, "dtype": self.dtype,
                  "packed": self.packed, "quant": self._scheme, "head": head}
         return Identity(facts, self._marks)
 
     def model_identity(self, head: bool) -> ModelIdentity | None:
-        """Returns what the model is known by elsewhere; None if the weights do not lie in files. head: with a draft
-        head."""
+        """Returns the identity of the model for stores outside of this process; None if the weights are not in files.
+        head: True if they include a draft head."""
         made, files = self.identity(head), self.source.files
         if files and files.weights is not None:
             return None
@@ -168,8 +168,8 @@ class WeightReader:
         return ModelIdentity(made, Identity(facts, self._marks[:self._marked]))
 
     def read(self, layers: LayerPlan) -> tuple[list[dict[str, Weight]], PinnedExpertStore | None]:
-        """Returns each device's part of the weights, except plain experts beside a GPU, which are in the store. layers:
-        those whose feed-forwards stay in host memory."""
+        """Returns each device's part of the weights, and the store with the plain experts if they are offloaded from a
+        GPU. layers: the plan of feed-forwards that stay in host memory."""
         self._forms = [self._placed_form(form, layers) for form in self._forms]
         files, config, options = self.source.files, self.source.config, self.options
         if self._quantizes:
@@ -187,8 +187,8 @@ class WeightReader:
         return found, store
 
     def _stored_form(self) -> Callable[[str, Source], Weight | None] | None:
-        """Returns what reads weights of safetensors in the form of the device, without another form in memory; None if
-        nothing does."""
+        """Returns a function that reads weights of safetensors directly in the form of the device, without another form
+        in memory; None if there is none."""
         single = not self.options.on_gpu and self.options.shards == 1
         if single and packs(self.ops) and self._scheme in ("none", STORED):
             return self._packed_vocabulary
@@ -199,7 +199,7 @@ class WeightReader:
         return StoredMatrices(getattr(torch, self.dtype)).read
 
     def _packed_vocabulary(self, name: str, source: Source) -> QTensor | None:
-        """Packs an embedding or matrix of logits piece by piece: half of a small model's bytes are in one matrix."""
+        """Packs an embedding or logits matrix piece by piece, because one can have half of a small model's bytes."""
         if name not in (EMBEDDING, HEAD) or name in self._stored:
             return None
         dtype = getattr(torch, self.dtype)
@@ -214,7 +214,7 @@ class WeightReader:
         return pack_rows(type, number, rows, columns, width, read, Arena())
 
     def _placed_form(self, form: PackedForm, layers: LayerPlan) -> PackedForm:
-        """Returns the form of a device's matrices, with another one for those that stay in host memory."""
+        """Returns the form of a device's matrices, with another form for matrices that stay in host memory."""
         if not layers.layers:
             return form
         check_host_memory(layers)
@@ -251,8 +251,8 @@ class WeightReader:
         return found if found[0] else None
 
     def draft_vocabulary(self, texts: TokenizerTexts | None, most: int | None = None) -> list[int] | None:
-        """Returns the tokens that can be drafted; None: all. texts: the tokenizer, if it is no file. most: of the
-        base; None: as the options say."""
+        """Returns the tokens that can be drafted; None: all. texts: the tokenizer, if it is not a file. most: maximum
+        size of the base vocabulary; None: that of the options."""
         files, count, size = self.source.files, self.options.draft_vocab, self.source.config.vocab_size
         count = count if most is None else min(count or most, most)
         if files is None or not 0 < count < size:
@@ -263,11 +263,11 @@ class WeightReader:
         return draftable(count, size, Tokens.of(text), files.generation.eos_token_ids)
 
     def read_tower(self) -> Encode | None:
-        """Returns the function that computes image embeddings, if there is a vision tower and it is wanted."""
+        """Returns the function that computes image embeddings; None without a vision tower or if options disable it."""
         files, options = self.source.files, self.options
         if files is None or self.drafts or not options.vision:
             return None
-        packs = not options.on_gpu and not missing()  # torch, which serves towers on a GPU, needs plain numbers
+        packs = not options.on_gpu and not missing()  # on a GPU torch runs the tower and needs plain numbers
         form = host_form() if packs and options.packed_weights != "off" else None
         weights, vision = files.load_tower(self.dtype, options.devices[0], form), files.vision
         if weights is None or vision is None:
@@ -283,7 +283,7 @@ class WeightReader:
         return encode
 
     def _tower_ops(self) -> Ops:
-        """Returns the ops of the vision tower: those of the model, or of the CPU if the model's serve none."""
+        """Returns the ops of the vision tower: the model's ops, or CPU ops if the model's do not support towers."""
         options = self.options
         if device_kind(options.device) != "mlx":
             return self.ops
@@ -291,8 +291,8 @@ class WeightReader:
 
     def _plain(self, float8: bool = False, pack: Callable[[str, Source], Weight | None] | None = None
                ) -> Iterator[tuple[int, str, Any]]:
-        """float8: weights that are stored in it stay. Others do if the kernels multiply them. pack: as in
-        `read_parts`."""
+        """Yields device, name and content of weights. float8: weights stored in float8 stay so. Weights in formats that
+        the kernels multiply stay, too. pack: as in `read_parts`."""
         source = self.source
         if source.random:
             return self._split.cut(source.random.tensors(source.config, self.dtype, self.options.devices[0]))
@@ -301,7 +301,7 @@ class WeightReader:
                                   KeptForms(float8, self._stored, pack))
 
     def _slice_units(self) -> dict[str, int]:
-        """Returns the columns that slices of each packed `down` of a feed-forward are multiples of."""
+        """Returns the slice unit, in columns, of each packed `down` matrix of a feed-forward, by name."""
         files, config, form = self.source.files, self.source.config, self._forms[0]
         if files and files.gguf and self.packed:
             return down_units(plan_gguf(files.gguf, config), form)
@@ -314,8 +314,8 @@ class WeightReader:
         return found
 
     def _quantize(self) -> list[dict[str, Weight]]:
-        """Quantizes the weights, or keeps those in float8, one by one, so that memory stays near the result's size; or
-        reads what an earlier start has stored."""
+        """Returns the weights, quantized (or kept in float8) one by one, so that memory stays near the result's size.
+        Reads them from the file of an earlier start if there is one."""
         config, options, dtype = self.source.config, self.options, self.dtype
         reason = not_packed(options, config, dtype)
         if self.packed:
@@ -334,7 +334,7 @@ class WeightReader:
         return found
 
     def _packed_file(self) -> PackedFile | None:
-        """The file of packed weights for the next start. A GPU packs them on the device, which takes no time."""
+        """Returns the file of packed weights; None if unused. A GPU packs on the device, which takes no time."""
         options = self.options
         if options.aot_dir is None or options.on_gpu:
             return None
@@ -343,8 +343,8 @@ class WeightReader:
         return PackedFile(options.aot_dir, machine_facts(options, self.ops), Identity(facts, self._marks))
 
     def _mark_files(self) -> tuple[list[FileMark], int]:
-        """Marks the files of the weights and, for the answer records beside a tier, of the tokenizer; then those that
-        have nothing but a draft head. Returns the marks, and how many come before these."""
+        """Marks the files of the weights and, for the answer records beside a tier, of the tokenizer; then the files
+        with only a draft head. Returns the marks and the number of those before the latter."""
         files = self.source.files
         assert files
         found, head = files.weight_files(False), tuple[Path, ...]()
@@ -364,7 +364,7 @@ def weight_sizes(config: ModelConfig, dtype: DType, scheme: str) -> dict[str, in
 
 
 def check_gpus(config: ModelConfig, options: EngineConfig, dtype: DType, packed: bool) -> None:
-    """Raises ConfigError if a model cannot be split over GPUs. packed: its matrices are quantized."""
+    """Raises ConfigError if a model cannot be split over GPUs. packed: True if its matrices are quantized."""
     if dtype != "bfloat16":
         raise ConfigError(f"tp={options.tp} is not possible on GPUs with dtype {dtype}, which torch serves: use "
                           "dtype=bfloat16, or tp=1", "tp")
@@ -374,7 +374,7 @@ def check_gpus(config: ModelConfig, options: EngineConfig, dtype: DType, packed:
 
 
 def largest_part(sizes: Mapping[str, int], config: ModelConfig, split: Split) -> int:
-    """Returns the bytes of weights on the device that has the most. sizes: of whole weights, by name."""
+    """Returns the bytes of weights on the device with the most. sizes: bytes of whole weights, by name."""
     shapes, found = expected_tensors(config), [0] * len(split.devices)
     for name, nbytes in sizes.items():
         for device, part in split.own(name, shapes[name]):
@@ -383,7 +383,7 @@ def largest_part(sizes: Mapping[str, int], config: ModelConfig, split: Split) ->
 
 
 def forms_of(options: EngineConfig, dtype: DType) -> list[PackedForm]:
-    """Returns the form of quantized matrices on each device. dtype: of activations."""
+    """Returns the form of quantized matrices on each device. dtype: dtype of activations."""
     if device_kind(options.device) == "mlx":
         from deltic.ops.mlx.quantized import packed_form as mlx_form
 
@@ -421,8 +421,8 @@ def dequantized_in_steps(options: EngineConfig, config: ModelConfig) -> str | No
 
 
 def keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool:
-    """True if the weights stay in the form of a GGUF file. If only torch could compute with them on a GPU, they are
-    dequantized at load, provided that they fit its memory."""
+    """Returns True if the weights stay in the form of a GGUF file. If only torch could compute with them on a GPU, they
+    are dequantized at load, provided that they fit its memory."""
     if files.gguf is None or options.packed_weights == "off":
         return False
     config, on = files.config, options.packed_weights == "on"
@@ -432,7 +432,7 @@ def keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool
         reason = f"on a GPU the kernels know no experts of type {', '.join(types)}"
     if reason and on:
         raise ConfigError(f"packed_weights=on is not possible: {reason}", "packed_weights")
-    # only what is quantized already cannot be quantized
+    # with `quant`, only weights that are quantized already stay packed
     wanted = is_quantized(files.gguf) if options.quant != "none" else wants_packing(files.gguf)
     if reason or not (on or wanted):
         return False
@@ -446,14 +446,14 @@ def keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool
 
 
 def keeps_float8(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool:
-    """True if matrices in float8 stay as they are in safetensors: on a GPU whose kernels multiply them."""
+    """Returns True if float8 matrices of safetensors stay as they are, which needs a GPU with kernels for them."""
     if not options.on_gpu or options.quant != "none" or options.packed_weights == "off" or options.offloads_experts:
         return False
     return (not not_packed(options, files.config, dtype) and not _kernels_missing(options) and files.has_float8)
 
 
 def packed_storages(files: ModelFiles, options: EngineConfig, dtype: DType) -> set[tuple[str, int]]:
-    """Returns the storages of matrices that stay as they are stored: GGUF type or name of a format, and columns."""
+    """Returns the storages of matrices that stay as they are stored: pairs of GGUF type or format name, and columns."""
     if files.gguf is not None:
         form = packed_form(options, options.device) if keeps_packed(files, options, dtype) else None
         found = {(tensor.type, tensor.shape[-1]) for tensor in files.gguf.tensors.values()}
@@ -485,8 +485,8 @@ def served_sizes(files: ModelFiles, options: EngineConfig, dtype: DType) -> dict
 
 def _stored_sizes(config: ModelConfig, dtype: DType, float8: Collection[str], stored: Mapping[str, BlockType],
                   on_gpu: bool) -> dict[str, int]:
-    """Returns the bytes of weights if some of them stay as they are stored. float8: names of those in float8.
-    stored: the types of weights in blocks."""
+    """Returns the bytes of weights, by name, if some stay as they are stored. float8: names of weights in float8.
+    stored: block types of weights in blocks."""
     shapes, kept = expected_tensors(config), {part for name in float8 for part in packed_parts(name) or (name,)}
     found, sizes = weight_sizes(config, dtype, "none"), weight_sizes(config, dtype, STORED)
     found |= {name: sizes[name] for name in sizes.keys() & kept}
@@ -501,13 +501,13 @@ def _stored_sizes(config: ModelConfig, dtype: DType, float8: Collection[str], st
 def _bytes_in_file(type: str, rows: int, columns: int) -> int:
     return BY_NAME[type].size(rows * columns)
 def stored_types(files: ModelFiles, options: EngineConfig, dtype: DType) -> dict[str, BlockType]:
-    """Returns the types of the blocks of weights that stay as they are stored in safetensors, by canonical name: those
-    that the kernels multiply."""
+    """Returns the block types, by canonical name, of weights that stay as they are stored in safetensors because the
+    kernels multiply them."""
     if options.quant != "none" or options.packed_weights == "off" or options.offloads_experts:
         return {}
     if files.gguf is not None or device_kind(options.device) == "mlx":
         return {}
-    if dtype == "float32":  # which asks for products that are not rounded
+    if dtype == "float32":  # float32 asks for products that are not rounded
         return {}
     if not_packed(options, files.config, dtype) or (options.on_gpu and _kernels_missing(options)):
         return {}
@@ -526,7 +526,7 @@ def check_packed(files: ModelFiles | None, options: EngineConfig, drafts: bool) 
 
 
 def _plain_weights_fit(options: EngineConfig, config: ModelConfig) -> bool:
-    """True if the GPU has room for the weights in bfloat16."""
+    """Returns True if the GPU has room for the weights in bfloat16."""
     return 2 * config.parameter_count <= options.shards * _FREE_SHARE * free_on_card(options)
 
 
@@ -538,7 +538,7 @@ def _kernels_missing(options: EngineConfig) -> str | None:
 
 
 def _experts_not_packed(options: EngineConfig, config: ModelConfig) -> str | None:
-    """Returns the reason why the experts cannot stay quantized on a GPU."""
+    """Returns the reason why the experts cannot stay quantized on a GPU; None if they can."""
     experts = config.experts
     assert experts
     if why := _kernels_missing(options):

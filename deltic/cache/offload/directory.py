@@ -8,7 +8,7 @@
 
 An item's row and its file appear in one transaction: the file is renamed into place before the commit. A kill in
 between leaves a file without a row, which the next scan deletes. Nothing is synced to the disk: after a power failure
-a torn item fails its checksum, and a torn index is deleted and begun anew. Other names in the directory are ignored.
+a torn item fails its checksum, and a torn index is deleted and created again. Other names in the directory are ignored.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ ITEM_SUFFIX: Final = ".safetensors"
 VERSION: Final = 2
 RESERVE = 256 << 20
 RESERVE_SHARE = 0.01
-"""The disk keeps this much free: the smaller of these bytes and this share of it."""
+"""Writes leave this much of the disk free: the smaller of RESERVE bytes and RESERVE_SHARE of its size."""
 
 _TAG, _TEMPORARY = "CACHEDIR.TAG", ".tmp-"
 _TAG_TEXT = b"Signature: 8a477f597d28d172789f06886806bc55\n# A prefix cache of deltic; it may be deleted.\n"
 _ITEM = re.compile(rf"[0-9a-z]{{1,64}}-[0-9a-f]{{1,64}}-[0-9]{{1,19}}\.[a-z]{{1,9}}{re.escape(ITEM_SUFFIX)}")
 _VERSION_1 = re.compile(r"v1-[0-9a-z]{1,64}|weights\.json")
 _START_SECONDS = 2.0
-"""Time between the creation of a temporary file and the lock on it."""
+"""Maximum time between the creation of a temporary file and the lock on it."""
 _BUSY_SECONDS = 10.0
-"""How long a transaction waits for those of other processes."""
+"""Maximum time for which a transaction waits for transactions of other processes."""
 _TABLES = (
     "CREATE TABLE models (model TEXT PRIMARY KEY, label TEXT, about TEXT)",
     """CREATE TABLE items (file TEXT PRIMARY KEY, model TEXT, kind TEXT, key TEXT, parent TEXT, start INTEGER,
@@ -67,7 +67,7 @@ log = logging.getLogger("deltic")
 
 @dataclass(frozen=True, slots=True)
 class ModelLabel:
-    """A model of the directory. model: its digest; label: its name; about: how it is computed. Empty if unknown."""
+    """A model of the directory. model: its digest. label: its name. about: how it is computed. Empty if unknown."""
 
     model: str
     label: str = ""
@@ -114,14 +114,14 @@ class CacheDirectory:
 
     @property
     def number(self) -> int:
-        """A random number by which processes on different machines recognise a directory that they share; 0: none."""
+        """A random number with which processes on different machines recognise a shared directory; 0: none."""
         with self.read() as index:
             return _number_of(index)
 
     # the index
 
     def _open_index(self) -> None:
-        """Opens the index once; a damaged one is deleted, and opened as a new one."""
+        """Opens the index. Deletes a damaged index and creates a new one."""
         for last in (not self.writable, True):
             try:
                 with self.read():
@@ -132,13 +132,13 @@ class CacheDirectory:
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """The index, for single statements."""
+        """Returns a context with the index, for single statements."""
         with self._lock, self._translated_errors():
             yield self._connect()
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """The index, for statements that take effect together or not at all; no other process writes meanwhile."""
+        """Returns a context with the index, for statements that take effect together, without other writers."""
         with self.read() as index:
             index.execute("BEGIN IMMEDIATE")
             try:
@@ -150,7 +150,7 @@ class CacheDirectory:
                 raise
 
     def _connect(self) -> sqlite3.Connection:
-        """Returns a connection to the present file, which another process may have replaced since the last call."""
+        """Returns a connection to the current file, which another process may have replaced since the last call."""
         if self._connection is None or self._opened != self._file_identity():
             if self.writable:
                 make_private(self.root)
@@ -208,14 +208,14 @@ class CacheDirectory:
             return [ModelLabel(*row) for row in index.execute("SELECT * FROM models ORDER BY model")]
 
     def rows(self) -> list[StoredRow]:
-        """All items and answer records."""
+        """Returns all items and answer records."""
         with self.read() as index:
             return [StoredRow(*row) for row in index.execute(
                 """SELECT model, kind, key, start, done, size, used, file FROM items
                     UNION ALL SELECT model, 'record', key, 0, 0, size, used, '' FROM records""")]
 
     def remove_unused(self, since: float) -> None:
-        """Deletes what was last used before a time, and the directory itself if nothing of ours remains."""
+        """Deletes items and records last used before `since`, and the directory if no file of deltic remains."""
         with self.transaction() as index:
             for (file,) in index.execute("SELECT file FROM items WHERE used < ?", (since,)).fetchall():
                 self.unlink_item(file)
@@ -233,8 +233,8 @@ class CacheDirectory:
             self.root.rmdir()
 
     def remove_leftovers(self, index: sqlite3.Connection) -> None:
-        """In a transaction: deletes files without a row, rows without a file, models without rows, and what killed
-        writers left."""
+        """Deletes files without a row, rows without a file, models without rows, and temporary files of killed writers.
+        index: in a transaction."""
         known = {file for (file,) in index.execute("SELECT file FROM items")}
         present = {entry.name for entry in os.scandir(self.root) if entry.is_file(follow_symlinks=False)}
         remove_abandoned(self.root)
@@ -245,7 +245,7 @@ class CacheDirectory:
             (SELECT model FROM items UNION SELECT model FROM records)""")
 
     def unlink_item(self, file: str) -> None:
-        """Deletes a file if its name is that of an item, also of a damaged index; never fails."""
+        """Deletes a file, but only if its name is valid for an item: the index may be damaged. Never fails."""
         if _ITEM.fullmatch(file):
             with suppress(OSError):
                 (self.root / file).unlink()
@@ -267,7 +267,7 @@ def _number_of(index: sqlite3.Connection) -> int:
 
 
 def root_of(directory: str | Path) -> Path:
-    """The folder below a cache directory that holds all of deltic's files."""
+    """Returns the folder below a cache directory that holds all of deltic's files."""
     return Path(os.path.expanduser(directory)) / ROOT
 
 
@@ -292,8 +292,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, size: int) -> bytearray:
-    """Returns the content of a file of a known size. Maps nothing: a mapped file that is cut kills the process. Raises
-    TierStoreError if the size is wrong."""
+    """Returns the content of a file of a known size. Does not map it, because truncating a mapped file kills the
+    process. Raises TierStoreError if the size is wrong."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size != size:
             raise TierStoreError("has a wrong length")
@@ -309,9 +309,9 @@ def read_regular(path: Path, size: int) -> bytearray:
 
 @contextmanager
 def temporary_file(folder: Path, pieces: Iterable[bytes | memoryview]) -> Iterator[Path]:
-    """Writes a file of mode 0600 for the caller to rename; it is deleted if the block raises.
+    """Writes a file of mode 0600 for the caller to rename in a `with` block; deletes it if the block raises.
 
-    The file is locked while the block runs, so that other processes know that its writer lives.
+    The file is locked while the block runs, which shows other processes that its writer is alive.
     """
     path = folder / f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
     try:
@@ -329,13 +329,13 @@ def temporary_file(folder: Path, pieces: Iterable[bytes | memoryview]) -> Iterat
 
 
 def write_whole(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Writes a file of mode 0600 that is never seen in parts."""
+    """Writes a file of mode 0600 atomically: readers never see a part of it."""
     with temporary_file(path.parent, pieces) as temporary:
         os.replace(temporary, path)
 
 
 def make_private(path: Path) -> None:
-    """Makes a folder that only this user can read, whatever the umask. A read-only folder stays read-only.
+    """Creates a folder that only this user can read, whatever the umask. A read-only folder stays read-only.
 
     Raises OSError if the path is a link or a file, or belongs to another user.
     """
@@ -357,7 +357,7 @@ def make_private(path: Path) -> None:
 
 
 def _make_or_read(root: Path) -> bool:
-    """Makes the folder, or accepts one that can only be read. Returns True if it can be written to."""
+    """Creates the folder, or accepts one that can only be read. Returns True if it can be written to."""
     try:
         make_private(root)
         if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
@@ -396,7 +396,7 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """True if the writer of a temporary file does not hold its lock any more."""
+    """Returns True if the writer of a temporary file no longer holds its lock."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""Prefixes and answer records in a cache directory, so that they outlive the process."""
+"""Stores prefixes and answer records in a cache directory, so that they outlive the process."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _LENGTH_BYTES = 8
 _BLOCK = 4096
 _ITEM_COLUMNS: Final = """CAST(kind AS TEXT), CAST(key AS TEXT), CAST(parent AS TEXT), CAST(start AS INTEGER),
     CAST(done AS INTEGER), CAST(size AS INTEGER), CAST(COALESCE(used, 0) AS REAL), CAST(file AS TEXT)"""
-"""The fields of a StoredItem, of the right types even in a damaged index."""
+"""The fields of a StoredItem, with the right types even in a damaged index."""
 _TOUCH_SECONDS = 60.0
-"""The time of a record's last use is this exact."""
+"""Precision of a record's time of last use, in seconds."""
 _RECORD_KEY = re.compile(r"[0-9a-f]{1,64}")
 _TEMPORARY_ERRORS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EIO, errno.ESTALE,
                      errno.ETIMEDOUT}
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def encode(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
-    """Returns a safetensors file in pieces. Those of contiguous CPU tensors are views of them."""
+    """Returns a safetensors file in pieces. The pieces of contiguous CPU tensors are views of these tensors."""
     header: dict[str, Any] = {}
     pieces = list[memoryview]()
     offset = 0
@@ -89,18 +89,18 @@ def known(model: str | Future[str]) -> Future[str]:
 
 
 class DiskStore(TierStore):
-    """Items of one model in a cache directory; several processes may use the directory at the same time.
+    """Stores items of one model in a cache directory. Several processes may use the directory at the same time.
 
-    Methods that the index calls on its own threads wait for the model's digest. `touch` and `delete` never wait: they
-    take effect on files at once, and on the index with the next scan or write.
+    Methods that the tier's index calls on its own threads wait for the model's digest. `touch` and `delete` never wait:
+    they change files at once, and the SQLite index with the next scan or write.
     """
 
     name = "disk"
 
     def __init__(self, directory: str | Path | CacheDirectory, model: str | Future[str], budget: int, label: str = "",
                  about: str = "", abandon: Callable[[], None] = lambda: None) -> None:
-        """model: its digest, perhaps one that is still being computed. label, about: its name and how it is computed,
-        for people. abandon: ends the computation of the digest. Raises ConfigError if the directory cannot be used."""
+        """model: its digest, or a future of it. label, about: the model's name and how it is computed, for people.
+        abandon: ends the computation of the digest. Raises ConfigError if the directory cannot be used."""
         self.budget, self._abandon = budget, abandon
         self._directory, self._model = opened(directory), known(model)
         self.writable = self._directory.writable
@@ -125,7 +125,7 @@ class DiskStore(TierStore):
 
     @property
     def model(self) -> str:
-        """The model's digest; empty if it is not known yet."""
+        """The model's digest; empty while it is unknown."""
         return self._model.result() if self._has_items() else ""
 
     def scan(self) -> Iterator[StoredItem]:
@@ -136,7 +136,7 @@ class DiskStore(TierStore):
         return (item for item in rows if item.path not in self._deleted)
 
     def others(self) -> list[StoredItem]:
-        """Also warns of the items, once."""
+        """As `TierStore.others`; also logs a warning about the items whenever their number or size has changed."""
         if not self.writable:
             return []
         found = [item for item in self._rows("model != ?") if item.path not in self._deleted]
@@ -149,7 +149,7 @@ class DiskStore(TierStore):
         return found
 
     def write(self, item: StoredItem, tensors: Mapping[str, Tensor]) -> int:
-        """Tensors are float32, bfloat16, float16, float8 or int64. Raises FullError if the disk is full, or nearly."""
+        """As `TierStore.write`; raises FullError if the disk is full or nearly full. tensors: of the `_DTYPES`."""
         pieces = encode(tensors)
         with _full_disk(sum(map(len, pieces))):
             try:
@@ -193,7 +193,7 @@ class DiskStore(TierStore):
                 pass
 
     def _has_items(self) -> bool:
-        """False while nothing can have been written or found, as the model's digest is not known."""
+        """Returns False while the model's digest is unknown, so that no item can have been written or found."""
         return self._model.done() and not self._model.exception()
 
     def _file(self, item: StoredItem) -> str:
@@ -221,7 +221,7 @@ class DiskStore(TierStore):
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that first carries out what `touch` and `delete` have left to do."""
+        """Returns a transaction that first carries out the deferred work of `touch` and `delete`."""
         model = self._model.result()
         used, deleted = list(self._used.items()), list(self._deleted)
         with self._directory.transaction() as index:
@@ -245,7 +245,7 @@ def _printable(text: str) -> str:
 
 
 def _read_checked(path: Path, size: int, checksum: int, most: int | None) -> bytearray:
-    """Reads a file of a known size and checksum."""
+    """Returns the content of a file. Raises TierStoreError if size or checksum are wrong, or it exceeds `most`."""
     if most is not None and size > most + LARGEST_HEADER:
         raise TierStoreError(f"has {size:,} bytes, and at most {most:,} can be right")
     data = read_regular(path, size)
@@ -268,10 +268,10 @@ def _full_disk(size: int) -> Iterator[None]:
 
 
 class DiskRecords:
-    """Small values by hexadecimal key, such as those of finished answers, in a cache directory.
+    """Stores small values, such as records of finished answers, by hexadecimal key in a cache directory.
 
-    All models together have `budget` bytes; the least recently used go first. Nothing but the constructor raises:
-    what cannot be stored is not stored. Methods wait for the model's digest.
+    All models share `budget` bytes; the least recently used values are deleted first. Only the constructor raises:
+    values that cannot be stored are dropped. Methods wait for the model's digest.
     """
 
     def __init__(self, directory: str | Path | CacheDirectory, model: str | Future[str],
@@ -285,11 +285,11 @@ class DiskRecords:
 
     @property
     def ready(self) -> bool:
-        """True if the model's digest is known, or never will be."""
+        """True if the computation of the model's digest has ended, also with an error."""
         return self._model.done()
 
     def get(self, key: str) -> bytes | None:
-        """Returns the value that was put last; None if there is none, or a damaged one."""
+        """Returns the value that was put last; None if there is none or if it is damaged."""
         with suppress(Exception):
             place = self._model.result(), key
             with self._directory.read() as index:
@@ -304,7 +304,7 @@ class DiskRecords:
         return None
 
     def put(self, key: str, data: bytes) -> None:
-        """Stores a value of at most three quarters of the budget."""
+        """Stores a value; drops it if it takes more than three quarters of the budget or cannot be written."""
         cost = _disk_bytes(len(data))
         if not _RECORD_KEY.fullmatch(key) or cost > self._limit - self._slack or not self._directory.writable:
             return
@@ -319,13 +319,13 @@ class DiskRecords:
             log.debug("an answer is not recorded", exc_info=True)
 
     def claim(self, key: str) -> bool:
-        """Takes a key that has no value. Returns False if any process has it, or the disk refuses."""
+        """Claims a key that has no value. Returns False if any process has claimed it or the write fails."""
         with suppress(Exception):
             return bool(_RECORD_KEY.fullmatch(key)) and self._insert("IGNORE", key, None, _BLOCK)
         return False
 
     def _insert(self, conflict: str, key: str, data: bytes | None, cost: int) -> bool:
-        """Returns True if a row was inserted."""
+        """Inserts a row. Returns False if `conflict` is IGNORE and the key exists."""
         row = (self._model.result(), key, data, _record_checksum(key, data or b""), cost)
         with self._directory.transaction() as index:
             check_room(self._directory.root, cost)
@@ -336,7 +336,7 @@ class DiskRecords:
             return found.rowcount == 1
 
     def _remove_oldest(self, index: sqlite3.Connection) -> None:
-        """Keeps the budget. Each process may add an eighth of it between two calls."""
+        """Deletes the least recently used records. Each process may add 1/8 of the budget between two calls."""
         index.execute("""DELETE FROM records WHERE rowid IN (SELECT rowid FROM
             (SELECT rowid, SUM(size) OVER (ORDER BY used DESC, rowid DESC) AS total FROM records) WHERE total > ?)""",
                       (self._limit - self._slack,))

@@ -1,7 +1,7 @@
 """A tier in the host's memory, and the copies that a GPU makes there.
 
 A GPU copies quickly only from and to pinned memory. Pinning stops all other work of the GPU while it lasts (5 ms for
-64 MiB), so that memory is pinned in regions, as it is needed, and given to one tensor after another.
+64 MiB). Therefore memory is pinned in regions, on demand, and reused by one tensor after another.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _STAGING_BYTES = 8 << 20
 _ALIGNMENT = 4096
 _REGION_BYTES = 64 << 20
 _FIRST_REGION_BYTES = 512 << 20
-"""The first region shows how long pinning takes."""
+"""Size of the first region, which measures how fast pinning is."""
 _PREPARE_SECONDS = 3.0
-"""Time for which regions are pinned before the first request."""
+"""Time to spend on pinning a second region before the first request."""
 
 Pin = Callable[[Tensor], Callable[[], object] | None]
 
 
 class HostStore(TierStore):
-    """Keeps the tensors themselves."""
+    """Keeps items as tensors in the memory of this process."""
 
     name, trusted = "host", True
 
@@ -60,13 +60,13 @@ class DeviceToHostCopy:
         self._pinned = pinned
 
     def prepare(self) -> None:
-        """Pins memory before the first request, which pinning would delay."""
+        """Pins memory in advance, because pinning would delay requests."""
         if self._pinned:
             self._pinned.prepare()
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-        """Returns a function that waits for the tensors and returns their copies, for another thread. The kernels that
-        make the tensors must have been launched."""
+        """Returns a function that waits for the tensors and returns copies on the host; another thread may call it. The
+        kernels that compute the tensors must have been launched."""
         device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
         made = None if device is None else torch.cuda.current_stream(device).record_event()
         return partial(_on_host, tensors, made, self._pinned)
@@ -91,7 +91,7 @@ def _copy(tensor: Tensor, made: torch.cuda.Event, pinned: PinnedMemory | None) -
 
 
 def _copy_in_pieces(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
-    """Copies to memory that is not pinned by way of a pinned buffer: a direct copy would stop the GPU's other work."""
+    """Copies to unpinned memory through a pinned buffer, because a direct copy would stop the GPU's other work."""
     target = torch.empty(tensor.shape, dtype=tensor.dtype)
     staging = _staging(get_ident())
     source_bytes, target_bytes = (x.contiguous().view(-1).view(torch.uint8) for x in (tensor, target))
@@ -113,7 +113,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def pin(memory: Tensor) -> Callable[[], object] | None:
-    """Pins memory that was written to. Returns a function that unpins it, or None if pinning is refused."""
+    """Pins memory whose pages were touched. Returns a function that unpins it, or None if pinning is refused."""
     runtime, address = torch.cuda.cudart(), memory.data_ptr()
     if int(runtime.cudaHostRegister(address, memory.nbytes, 1)):
         return None
@@ -121,7 +121,7 @@ def pin(memory: Tensor) -> Callable[[], object] | None:
 
 
 class PinnedMemory:
-    """At most `most` bytes of pinned memory. For one thread."""
+    """Allocates tensors in at most `most` bytes of pinned memory. For one thread."""
 
     def __init__(self, most: int, pin: Pin = pin) -> None:
         self._left, self._pin = most // _ALIGNMENT * _ALIGNMENT, pin
@@ -130,8 +130,8 @@ class PinnedMemory:
         self._returned = deque[tuple[int, int, int]]()
 
     def tensor(self, like: Tensor) -> Tensor | None:
-        """Returns a host tensor of this shape and dtype, or None if there is no room. Its memory is used again when the
-        tensor is gone."""
+        """Returns a host tensor with the shape and dtype of `like`, or None if there is no room. Its memory is reused
+        after the tensor is deleted."""
         size = -(-like.nbytes // _ALIGNMENT) * _ALIGNMENT
         while self._returned:
             self._merge(*self._returned.popleft())
@@ -139,7 +139,7 @@ class PinnedMemory:
         return self._part(size, like) if found is None and self._grow(size) else found
 
     def prepare(self) -> None:
-        """Pins as much memory as can be pinned in a few seconds."""
+        """Pins as much memory as takes a few seconds, unless a region exists already."""
         if self._regions:
             return
         began = time.perf_counter()
@@ -180,7 +180,7 @@ class PinnedMemory:
         return True
 
     def _merge(self, region: int, start: int, end: int) -> None:
-        """Makes a part free, together with free neighbours."""
+        """Marks a part of a region as free and merges it with free neighbours."""
         for other in [other for other in self._free if other[0] == region and (start == other[2] or end == other[1])]:
             self._free.remove(other)
             start, end = min(start, other[1]), max(end, other[2])

@@ -1,7 +1,7 @@
-"""The digest that a model's items on disk are stored under: of everything on which the bits of a kept state depend.
+"""The digest under which a model's items are stored on disk. It covers all inputs that affect the bits of a kept state.
 
-Two processes may exchange items only if all of it is equal. Files of weights are hashed whole, in pieces and with a low
-priority, while the model already answers. Their digests are remembered in the cache directory.
+Two processes may exchange items only if their digests are equal. Files of weights are hashed completely, in pieces and
+with low priority, while the model already answers. Their digests are remembered in the cache directory.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from deltic.threads import lower_priority
 _REMEMBERED = 1000
 _PIECE = 16 << 20
 _AT_ONCE = _PIECE
-"""Bytes of files that a start hashes before it goes on: 20 ms."""
+"""Maximum bytes of files that are hashed during the start, instead of in the background: 20 ms."""
 _THREADS = 2
 _DIGEST_BYTES = 32
 _BLOCK, _BLOCKS = 4096, 64
 _SETTLED = 2_000_000_000
-"""Nanoseconds after which another change of a file shows in its times."""
+"""A change of a file this many nanoseconds after the last one is certain to get different file times."""
 
 
 def machine_facts(options: EngineConfig, ops: Ops) -> dict[str, object]:
-    """Returns versions, kernels and the instructions they use. The number of threads changes no bit."""
+    """Returns versions, kernels and their instruction sets. Leaves out the number of threads, which changes no bit."""
     return {
         "deltic": __version__, "layout": STATE_LAYOUT, "ops": explain(ops), "stepwise": options.debug_layers,
         "machine": platform.machine(), "libc": platform.libc_ver(),
@@ -53,7 +53,7 @@ def machine_facts(options: EngineConfig, ops: Ops) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class FileMark:
-    """Recognizes a file without reading it. path: without links. modified, changed: its times in nanoseconds."""
+    """Identifies a version of a file without reading it. path: without links. modified, changed: in nanoseconds."""
 
     path: str
     inode: int
@@ -63,7 +63,7 @@ class FileMark:
 
     @classmethod
     def of(cls, path: str | Path) -> FileMark:
-        """Returns the mark of a file as it is now. Raises ModelError if there is no such file."""
+        """Returns the current mark of a file. Raises ModelError if it cannot be accessed."""
         real = os.path.realpath(path)
         try:
             found = os.stat(real)
@@ -73,7 +73,7 @@ class FileMark:
 
     @property
     def settled(self) -> bool:
-        """True if every later change of the file gives another mark."""
+        """True if every later change of the file results in a different mark."""
         return time.time_ns() - max(self.modified, self.changed) > _SETTLED
 
     def check(self) -> None:
@@ -84,7 +84,7 @@ class FileMark:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """facts: what is known at once. marks: the model's files, marked before they were loaded."""
+    """facts: all inputs other than files. marks: marks of the model's files, taken before they were loaded."""
 
     facts: Mapping[str, object]
     marks: Sequence[FileMark] = ()
@@ -97,8 +97,8 @@ class Identity:
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
     def start_digest(self, digests: FileDigests) -> tuple[Future[str], Callable[[], None]]:
-        """Computes the digest: at once if the files are known or small, else in the background. Also returns a function
-        that ends the background work."""
+        """Computes the digest: immediately if the files are known or small, otherwise in the background. Returns a
+        future of the digest and a function that ends the background work."""
         stop = threading.Event()
         if sum(mark.size for mark in self.marks if digests.find(mark) is None) <= _AT_ONCE:
             found: Future[str] = Future()
@@ -115,22 +115,22 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """made: of the weights as they were loaded. weights: of their numbers in the files, whatever the dtype, without a
-    draft head."""
+    """made: identity of the weights as they were loaded. weights: identity of their numbers in the files, independent
+    of the dtype and without a draft head."""
 
     made: Identity
     weights: Identity
 
 
 class FileDigests:
-    """Digests of files by their marks, remembered in a cache directory as far as that can be written to."""
+    """Digests of files by their marks, remembered in a cache directory if it can be written to."""
 
     def __init__(self, directory: CacheDirectory | None) -> None:
         self._directory = directory
         self._found = dict[FileMark, str | None]()
 
     def digest(self, mark: FileMark, stopped: Callable[[], bool]) -> str:
-        """Returns the digest of a marked file, hashed if it is not known; errors as `hash_file`."""
+        """Returns the digest of a marked file; hashes the file if the digest is unknown. Raises as `hash_file`."""
         found = self.find(mark)
         if found is None:
             found = self._found[mark] = hash_file(mark, stopped)
@@ -139,7 +139,7 @@ class FileDigests:
         return found
 
     def find(self, mark: FileMark) -> str | None:
-        """Returns the digest that is remembered, if the file is still the same."""
+        """Returns the remembered digest; None if there is none or the file has changed."""
         if mark not in self._found:
             self._found[mark] = self._recall(mark)
         return self._found[mark]
@@ -169,7 +169,7 @@ def _mark_text(mark: FileMark) -> str:
 
 
 def sample_file(mark: FileMark) -> str:
-    """Returns a digest of a few blocks. It tells apart files of disk images with equal times and inodes."""
+    """Returns a digest of a few blocks. It distinguishes files of disk images that have equal times and inodes."""
     digest = blake2b(digest_size=_DIGEST_BYTES)
     with _opened(mark) as descriptor:
         for place in range(_BLOCKS + 1):
@@ -192,7 +192,7 @@ def hash_file(mark: FileMark, stopped: Callable[[], bool]) -> str:
 
 
 def _hash_pieces(descriptor: int, size: int, stopped: Callable[[], bool]) -> Iterator[bytes]:
-    """Yields the pieces' digests. A start may wait for those of a small file, so that they do not yield to others."""
+    """Yields the digests of a file's pieces. A small file is hashed with normal priority: the start may wait for it."""
     if size <= _AT_ONCE:
         yield _hash_piece(descriptor, 0, size)
         return

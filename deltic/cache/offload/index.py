@@ -1,10 +1,10 @@
-"""The index of one tier: the prefixes that its store holds, and what is evicted when its budget is used up.
+"""The index of one tier: finds the prefixes in its store, and evicts them to keep its budget.
 
     root ── kv 0..812 ── kv 812..1,650 ── kv 1,650..1,702
              state        state            state
 
-An entry is a prefix by the hash of its tokens. It has the K/V since its parent entry, and most have the state at its
-end. States are evicted by last use; the K/V of an entry stays while an entry below it has a state.
+An entry is a prefix, identified by the hash of its tokens. It has the K/V since its parent entry, and usually the state
+at its end. The least recently used state is evicted first; K/V stays while its entry or one below it has a state.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from deltic.params import PAGE
 log = logging.getLogger("deltic")
 
 _BACKLOG = 512 << 20
-"""Bytes that may wait to be written when another prefix is taken, however long that is: the end of a long conversation
-is what its next turn needs. With more, prefixes are skipped."""
+"""Maximum backlog of bytes to write at which another prefix, of any length, is accepted: the next turn of a long
+conversation needs its end. With a larger backlog, prefixes are skipped."""
 _PAUSE = 60.0
-"""Seconds between two scans of a store that other processes write to, and after an error before the next write."""
+"""Seconds between two scans of a store that other processes write to, and from an error to the next write."""
 _REFRESH = 0.2
-"""Seconds after a scan in which another one would find little."""
+"""Minimum seconds between two scans by `refresh`, because an earlier one would find little."""
 _TRIES = 4
-"""Attempts to write an item to a full store that items are deleted from."""
+"""Maximum number of attempts to write an item to a full store, each after deleting other items."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingWrite:
-    """An item on its way to the store. evicted: bytes that the tier had evicted when it was submitted. tries: earlier
-    attempts."""
+    """An item that is being written to the store. evicted: total bytes that the tier had evicted before its submission.
+    tries: number of earlier attempts."""
 
     entry: PrefixEntry
     item: StoredItem
@@ -66,14 +66,14 @@ class HostCopier(Protocol):
     """Copies tensors to the host."""
 
     def prepare(self) -> None:
-        """Does at the start what would delay requests later."""
+        """Does work in advance that would delay requests later."""
 
     def __call__(self, tensors: Tensors) -> Callable[[], Tensors]:
-        """Starts to copy; the function that it returns waits for the copies."""
+        """Returns a function that waits for the tensors and returns copies on the host."""
 
 
 class _Inline(Executor):
-    """Does the work at once."""
+    """An executor that runs each function in `submit`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: object, **kwargs: object) -> Future[Any]:
         future: Future[Any] = Future()
@@ -85,7 +85,7 @@ class _Inline(Executor):
 
 
 def _submit(executor: Executor, fn: Callable[..., Any], *args: object) -> Future[Any]:
-    """Returns a future, which fails if the executor takes no more work: the interpreter ends."""
+    """Submits a call. The returned future fails if the executor refuses work because the interpreter ends."""
     try:
         return executor.submit(fn, *args)
     except RuntimeError as error:
@@ -95,13 +95,13 @@ def _submit(executor: Executor, fn: Callable[..., Any], *args: object) -> Future
 
 
 class TierIndex:
-    """The index of a store, for one thread. With `threads`, two threads of its own read and write.
+    """The index of a store, to be used by one thread. With `threads`, two further threads read and write.
 
-    hits: prefixes that were loaded; hit_tokens: tokens that they saved.
+    hits: number of prefixes that were loaded. hit_tokens: number of tokens that these saved.
     """
 
     def __init__(self, store: TierStore, threads: bool, copier: HostCopier | None = None) -> None:
-        """copier: copies what is offered to the host."""
+        """copier: copies offered prefixes to the host."""
         self.store, self.name, self.budget = store, store.name, store.budget
         self.bytes = self.prefixes = self.evictions = 0
         self.hits = self.hit_tokens = 0
@@ -116,7 +116,7 @@ class TierIndex:
         self._paused_until = 0.0
         self._warned = self._closed = False
         self._scan: tuple[float, Future[tuple[list[StoredItem], list[StoredItem]]]] | None = None
-        self._deleted: set[tuple[str, str]] = set()  # since that scan began
+        self._deleted: set[tuple[str, str]] = set()  # items deleted since that scan began
         self._last_scan = time.monotonic()
         self._there = store.ready
         if self._there:
@@ -126,34 +126,34 @@ class TierIndex:
 
     @property
     def writes(self) -> list[Future[int]]:
-        """Items that are being written."""
+        """The futures of items that are being written."""
         return [write.future for write in self._pending]
 
     def prepare(self) -> None:
-        """Does at the start what would delay requests later; waits for it."""
+        """Does work in advance that would delay requests later; waits for its end."""
         if self._copier:
             _submit(self._writer, self._copier.prepare).result()
 
     def find(self, tokens: Sequence[int], above: int = 0) -> PrefixEntry | None:
-        """Returns the deepest entry with a state that `tokens` begin with, if it is deeper than `above`; at the very
-        end of the tokens only one with logits."""
+        """Returns the deepest entry with a state that is a prefix of `tokens` and deeper than `above`. An entry at the
+        very end of `tokens` counts only with logits."""
         self._settle()
         if self._closed or not self._there:
             return None
         if not any(above < entry.done <= len(tokens) and entry.state for entry in self._entries.values()):
-            return None  # without hashing the tokens
+            return None  # saves hashing the tokens
         found = [entry for entry in self._matching(tokens) if entry.state and above < entry.done
                  and (entry.done < len(tokens) or entry.state.kind == "final")]
         return found[-1] if found else None
 
     def holds(self, key: str) -> bool:
-        """Returns True if it has the state of a prefix. Thread-safe."""
+        """Returns True if the tier has the state of the prefix `key`. Thread-safe."""
         entry = self._entries.get(key)
         return entry is not None and entry.state is not None
 
     def refresh(self) -> bool:
-        """Looks for what other processes have written since the last scan; returns False if that has been done. To be
-        called until then."""
+        """Looks for items that other processes have written since the last scan. Returns True while the scan runs; call
+        it until it returns False."""
         self._settle()
         if self.store.trusted or self._closed:
             return False
@@ -164,7 +164,7 @@ class TierIndex:
         return self._scan is not None
 
     def offer(self, source: PrefixSource) -> None:
-        """Stores a prefix if that saves more than a page; returns at once."""
+        """Stores a prefix if that saves more than a page. Returns without waiting for the write."""
         self._settle()
         if self._closed:
             return
@@ -185,7 +185,7 @@ class TierIndex:
             self._settle()
 
     def fetch(self, entry: PrefixEntry, validator: ItemValidator = ANYTHING) -> Future[LoadedPrefix]:
-        """Reads a prefix; the future may fail with a LostError."""
+        """Starts to read a prefix. The future may fail with LostError."""
         path = entry.path
         writing = [future for part in path for future in part.writing]
         items = [part.kv for part in path if part.kv]
@@ -196,7 +196,7 @@ class TierIndex:
         return _submit(reader, read_prefix, partial(read_item, self.store, validator), items, entry.state, writing)
 
     def written(self, tokens: Sequence[int]) -> list[StoredItem]:
-        """Returns the items of the deepest written prefix that `tokens` begin with, for `adopt` in another process."""
+        """Returns the items of the deepest written prefix of `tokens`, for `adopt` in another process."""
         self._settle()
         for entry in reversed([*self._matching(tokens)]):
             usable = entry.state and (entry.done < len(tokens) or entry.state.kind == "final")
@@ -205,11 +205,11 @@ class TierIndex:
         return []
 
     def writing(self, tokens: Sequence[int]) -> list[Future[int]]:
-        """Returns what is being written of the prefixes that `tokens` begin with."""
+        """Returns the futures of items that are being written for prefixes of `tokens`."""
         return [future for entry in self._matching(tokens) for future in entry.writing]
 
     def adopt(self, items: Sequence[StoredItem]) -> None:
-        """Takes note of items that another process has written to the store, without a scan."""
+        """Adds items that another process has written to the store, without a scan."""
         self._settle()
         adopted: list[PrefixEntry] = []
         for item in sorted(items, key=lambda item: (item.done, item.kind != "kv")) if self._there else ():
@@ -234,7 +234,7 @@ class TierIndex:
             pass
 
     def lose(self, item: StoredItem) -> None:
-        """Removes an item that cannot be read, and what depends on it."""
+        """Removes an item that cannot be read, and all items that depend on it."""
         entry = self._entries.get(item.key)
         if entry and item.kind == "kv":
             self._drop(entry)
@@ -242,7 +242,7 @@ class TierIndex:
             self._drop_state(entry)
 
     def drain(self) -> bool:
-        """Waits until everything is written, so that the copies of it are gone. Returns False if nothing was."""
+        """Waits until all pending items are written, which frees their copies. Returns False if there were none."""
         self._settle()
         writes = self.writes
         wait(writes)
@@ -250,7 +250,7 @@ class TierIndex:
         return bool(writes)
 
     def close(self) -> None:
-        """Waits until everything is written; nothing is found or stored afterwards."""
+        """Waits until all pending items are written. Afterwards the tier finds and stores nothing."""
         self._settle()
         self._closed = True
         if not self._pending:
@@ -261,7 +261,7 @@ class TierIndex:
         self.store.close()
 
     def check(self) -> None:
-        """Asserts that the index is sound and within the budget."""
+        """Asserts that the index is consistent and within the budget."""
         assert self.bytes == sum(item.size for item in self._all_items()), "bytes are off"
         assert self.bytes <= self.budget, f"the {self.name} tier holds more than its budget"
         states = sum(entry.state is not None for entry in self._entries.values())
@@ -275,7 +275,7 @@ class TierIndex:
         return [*(item for entry in self._entries.values() for item in entry.items), *self._others]
 
     def _matching(self, tokens: Sequence[int]) -> Iterator[PrefixEntry]:
-        """Yields the entries that `tokens` begin with, ascending."""
+        """Yields the entries that are prefixes of `tokens`, ascending."""
         prefix, lengths, seen = PrefixHash(tokens), list(self._root.lengths), 0
         heapq.heapify(lengths)
         while lengths and lengths[0] <= len(tokens):
@@ -335,7 +335,7 @@ class TierIndex:
         self._backlog += item.size
 
     def _settle(self) -> None:
-        """Takes note of what was written and scanned since the last call."""
+        """Processes the writes and scans that have finished since the last call."""
         while self._pending and self._pending[0].future.done():
             write = self._pending.popleft()
             write.entry.writing.remove(write.future)
@@ -354,7 +354,7 @@ class TierIndex:
     def _note(self, write: PendingWrite) -> None:
         entry, item, error = write.entry, write.item, write.future.exception()
         if any((other.item.kind, other.item.key) == (item.kind, item.key) for other in self._pending):
-            return  # dropped and then offered again: the later write counts
+            return  # the item was dropped and offered again: the later write counts
         wanted = self._entries.get(entry.key) is entry and item in (entry.kv, entry.state)
         if error is not None and wanted and self._evict_for(write, error):
             self._submit_write(entry, item, write.tensors, write.tries + 1)
@@ -370,7 +370,7 @@ class TierIndex:
             self._resize(entry, item, write.future.result())
 
     def _evict_for(self, write: PendingWrite, error: BaseException) -> bool:
-        """Evicts older items for one that a full store did not take. Returns False if they are too few."""
+        """Evicts items to make room for one that a full store has refused. Returns False if these are too few."""
         if not isinstance(error, FullError) or self._closed or write.tries + 1 >= _TRIES:
             return False
         enough, path = write.evicted + error.missing, write.entry.path
@@ -398,7 +398,7 @@ class TierIndex:
             self._drop(entry)
 
     def _warn(self, reason: str) -> None:
-        """Warns once until an item was written: answers are not affected."""
+        """Logs a warning, but only one until the next item is written, because answers are not affected."""
         if not self._warned:
             log.warning("the %s tier of the prefix cache misses something: %s", self.name, reason)
         self._warned = True
@@ -415,7 +415,7 @@ class TierIndex:
         return True
 
     def _evict(self, spared: PrefixEntry) -> bool:
-        """Evicts the state or foreign item that was not used for longest."""
+        """Evicts the least recently used state or item of another model. Returns False if there is none."""
         candidates = [entry for entry in self._entries.values() if entry.state and entry is not spared]
         oldest = min(candidates, key=lambda entry: entry.used, default=None)
         if self._others and (oldest is None or self._others[0].used <= oldest.used):
@@ -436,14 +436,14 @@ class TierIndex:
             self._prune(entry)
 
     def _prune(self, entry: PrefixEntry) -> None:
-        """Removes entries upwards that no state needs any more."""
+        """Removes an entry, then its ancestors, as long as no state needs them."""
         while entry.parent is not None and not entry.needed and entry.key in self._entries:
             parent = entry.parent
             self._remove(entry)
             entry = parent
 
     def _drop(self, entry: PrefixEntry) -> None:
-        """Removes an entry and all that continue it."""
+        """Removes an entry and all entries that continue it."""
         parent, stack, doomed = entry.parent, [entry], list[PrefixEntry]()
         while stack:
             doomed.append(stack.pop())
@@ -460,7 +460,7 @@ class TierIndex:
         self._unlink(entry)
 
     def _unlink(self, entry: PrefixEntry) -> None:
-        """Removes an entry that nothing continues from the index; its items stay in the store."""
+        """Removes an entry without children from the index. Its items stay in the store."""
         assert entry.parent is not None
         keys = entry.parent.lengths[entry.done]
         keys.discard(entry.key)
@@ -474,7 +474,7 @@ class TierIndex:
         self._evicted += item.size
 
     def _delete(self, item: StoredItem) -> None:
-        """Deletes an item that is not counted. A scan that is under way may have seen it."""
+        """Deletes an item from the store only, and makes a running scan ignore it."""
         if self._scan:
             self._deleted.add((item.kind, item.key))
         self.store.delete(item)
@@ -492,7 +492,7 @@ class TierIndex:
             self.store.touch(entry.state)
 
     def _scan_now_and_then(self) -> None:
-        """Looks for what other processes have written or deleted, unless there can be none."""
+        """Starts a scan every `_PAUSE` seconds, unless no other process can write to the store."""
         now = time.monotonic()
         if not self.store.trusted and self._scan is None and now > self._last_scan + _PAUSE:
             self._last_scan = now
@@ -503,7 +503,7 @@ class TierIndex:
         self._scan = time.time(), _submit(self._reader, _scan, self.store)
 
     def _merge(self, items: list[StoredItem], others: list[StoredItem], began: float) -> None:
-        """Brings the index in line with a scan that began at a time."""
+        """Updates the index with the results of a scan. began: time at which the scan began."""
         items = [item for item in items if (item.kind, item.key) not in self._deleted]
         present = {(item.kind, item.key) for item in items}
         for entry in list(self._entries.values()):
@@ -535,7 +535,7 @@ class TierIndex:
                 self._set_aside(item)
 
     def _add_states(self, states: list[StoredItem]) -> None:
-        """Final states come first."""
+        """Adds scanned states to their entries. states: "final" ones must come before others."""
         for item in states:
             entry = self._entries.get(item.key)
             if entry and entry.done == item.done and not entry.state:
@@ -545,7 +545,7 @@ class TierIndex:
                 self._set_aside(item)
 
     def _set_aside(self, item: StoredItem) -> None:
-        """Deletes an item that is of no use without others, unless another process may just be writing those."""
+        """Deletes an item that is useless without others, unless another process may be writing these now."""
         if abs(time.time() - item.used) > _PAUSE:
             self._delete(item)
         else:

@@ -21,19 +21,19 @@ _Form = tuple[torch.dtype, tuple[int, ...] | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolItemValidator:
-    """Accepts items that could be of these pools: names, shapes, dtypes and finite numbers."""
+    """Accepts items that fit these pools: checks names, shapes, dtypes and that all numbers are finite."""
 
     pools: CachePools
 
     def most(self, item: StoredItem) -> int:
-        """Returns the bytes that an item's tensors can have."""
+        """Returns the maximum number of bytes of an item's tensors."""
         if item.kind == "kv":
             return max(item.done - item.start, 0) * (self.pools.sizes.token_bytes + torch.int64.itemsize)
         logits = (self.pools.vocabulary or _LARGEST_VOCABULARY) * torch.float32.itemsize
         return self.pools.sizes.slot_bytes + logits
 
     def refuse(self, item: StoredItem, tensors: Tensors, trusted: bool = False) -> str:
-        """Returns why these cannot be the item's tensors; empty if they can. trusted: numbers need not be checked."""
+        """Returns the reason why these cannot be the item's tensors; empty if they can. trusted: skip the numbers."""
         expected = self._run(item) if item.kind == "kv" else self._state(item)
         if set(tensors) != set(expected):
             return f"it has {show(sorted(tensors))} instead of {', '.join(sorted(expected))}"

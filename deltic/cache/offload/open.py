@@ -22,14 +22,14 @@ from deltic.ops.kv import name_of
 log = logging.getLogger("deltic")
 
 _SPARE = 8
-"""One part in so many of the tier's size is pinned in addition, because evictions fragment the memory."""
+"""One part in this many of the tier's size is pinned in addition, because evictions fragment the memory."""
 
 
 def open_tiers(name: str, options: EngineConfig, ops: Ops, made: Identity,
                dtype: torch.dtype) -> tuple[list[TierIndex], DiskRecords | None]:
     """Opens the tiers that the options ask for, fastest first, and the answer records on disk.
 
-    name: the model's, for messages. made: identity of the weights. dtype: of the K/V.
+    name: name of the model, for messages. made: identity of the weights. dtype: dtype of the K/V.
     """
     tiers = list[TierIndex]()
     own_memory = device_capabilities(options.device).own_memory
@@ -50,13 +50,13 @@ def open_tiers(name: str, options: EngineConfig, ops: Ops, made: Identity,
 
 
 def whole_identity(made: Identity, options: EngineConfig, ops: Ops, dtype: torch.dtype) -> Identity:
-    """Returns the identity of a model's items. made: of the weights. dtype: of the K/V."""
+    """Returns the identity of a model's items. made: identity of the weights. dtype: dtype of the K/V."""
     return Identity({**made.facts, **machine_facts(options, ops), "kv": name_of(dtype), "state": options.state_dtype},
                     made.marks)
 
 
 def describe_backend(facts: Mapping[str, Any]) -> str:
-    """Describes how items are computed, for people. facts: those of a `whole_identity`."""
+    """Returns a description of how items are computed, for people. facts: the facts of a `whole_identity`."""
     states = "" if facts["state"] == "float32" else f"states of {facts['state']}, "
     return f"{facts['kv']}, {states}{backend_summary(facts)}"
 

@@ -1,4 +1,4 @@
-"""Prefixes as files: written from tensors, read and checked against the pools that they are to enter."""
+"""Writes prefixes to files, and reads and checks them against the pools that they are restored to."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16, FP8)
 _WIDEST: Final = 4
-"""The dtypes of a file take at most so many times the bytes of the pools' own."""
+"""The tensors of a file take at most this many times the bytes of the same tensors in the pools' dtypes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixPart:
     """The part of a prefix between two boundaries, on the host. run: token ids and K/V, in the form of an item.
-    state: at the end, with logits if they are known."""
+    state: the state at the end, with logits if they are known."""
 
     start: int
     done: int
@@ -51,9 +51,9 @@ class PrefixPart:
 
 def write_state(store: StateDirectory, model: StateModel, parts: Sequence[PrefixPart], name: str,
                 answer: SavedAnswer | None = None, most: int | None = None) -> SavedState:
-    """Writes a prefix and returns its description. Items that exist already are kept. answer: at the end of the prefix.
-    most: bytes that the directory may have in all. Raises StateError if it would have more, FullError if the disk is
-    full."""
+    """Writes a prefix and returns its description. Keeps items that exist already. answer: the answer at the end of the
+    prefix. most: maximum size of the directory in bytes. Raises StateError if it would be larger, FullError if the disk
+    is full."""
     files = list[tuple[ItemFile, list[bytes | memoryview]]]()
     for part in parts:
         state: Kind = "final" if "logits" in part.state else "state"
@@ -89,16 +89,16 @@ def _check_budget(store: StateDirectory, size: int, most: int) -> None:
 
 
 def _is_there(store: StateDirectory, file: ItemFile) -> bool:
-    """True if the file of an item has its content."""
+    """Returns True if the file of an item exists with the right content."""
     name = file.sha256 + ITEM_SUFFIX
     return store.size(name) == file.size and digest_of(store.pieces(name)) == file.sha256
 
 
 def read_state(store: StateDirectory, id: str, model: StateModel, validator: PoolItemValidator, longest: int
                ) -> tuple[list[LoadedPrefix], SavedState, SavedAnswer | None]:
-    """Returns the prefixes up to each boundary, ascending, in the dtypes of the pools; what they are, and the answer at
-    the end, if one is known. longest: tokens that fit. Raises
-    StateError, and has changed nothing, if anything is not as it must be."""
+    """Returns the prefixes up to each boundary, ascending, in the dtypes of the pools; their description; and the
+    answer at the end, if known. longest: maximum number of tokens. Raises StateError, and changes nothing, if any file
+    is wrong or does not fit the model."""
     manifest, _ = store.manifest(id)
     if manifest.model.weights != model.weights:
         raise StateError(f"the saved state {id} is of another model: {manifest.model.name} ({manifest.model.about}), "
@@ -121,7 +121,7 @@ def read_state(store: StateDirectory, id: str, model: StateModel, validator: Poo
             runs.append((item.start, tensors))
             continue
         logits = tensors.pop("logits", None)
-        logits = None if logits is None else logits.clone()  # they outlive the other tensors of their buffer
+        logits = None if logits is None else logits.clone()  # a copy outlives the buffer of the other tensors
         prefixes.append(LoadedPrefix(tokens[:item.done], tuple(runs), tensors, logits))
     return prefixes, SavedState.of(id, manifest, manifest.model.identity == model.identity), manifest.answer
 
@@ -152,8 +152,8 @@ def _read_item(store: StateDirectory, item: StoredItem, file: ItemFile, validato
 
 
 def _converted(tensors: Mapping[str, Tensor], validator: PoolItemValidator) -> dict[str, Tensor]:
-    """Returns the tensors of an item in the dtypes of the pools; without what only a draft head needs, if they have
-    none."""
+    """Returns the tensors of an item in the dtypes of the pools. Drops the tensors that only a draft head needs if the
+    pools have none."""
     pages, slots = validator.pools.named_pages, validator.pools.named_slots
     return {name: _fitted(tensor, pages.get(name), slots.get(name)) for name, tensor in tensors.items()
             if name != "hidden" or name in slots}
@@ -164,7 +164,7 @@ def _fitted(tensor: Tensor, page: Tensor | None, slot: Tensor | None) -> Tensor:
     if pool is None:
         return tensor
     if page is not None and tensor.dim() and len(tensor) == len(page) + 1:
-        tensor = tensor[:-1]  # the last layer is a draft head's
+        tensor = tensor[:-1]  # the last layer belongs to a draft head
     if page is not None and tensor.dtype != pool.dtype and PACKED & {tensor.dtype, pool.dtype}:
         raise TierStoreError(f"has K/V in {name_of(tensor.dtype)}, and the model has it in {name_of(pool.dtype)}: int8 "
                              "and int4 are not converted (kv_dtype)")

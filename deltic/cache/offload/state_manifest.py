@@ -2,10 +2,10 @@
 
     STORE/
         SHA256.json           a manifest; the SHA-256 of its bytes is the id of the saved prefix
-        SHA256.safetensors    an item as the disk tier writes it, by the SHA-256 of its bytes
+        SHA256.safetensors    an item in the disk tier's format, named by the SHA-256 of its bytes
 
-Prefixes that begin alike share items. A file that was changed does not have the hash that it is named by, so it is
-refused. A hash does not show who made a file: load only from stores that you trust.
+Prefixes that begin with the same tokens share items. A changed file no longer has the hash in its name and is refused.
+A hash does not show who made a file: load only from stores that you trust.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LARGEST_ITEM: Final = 1 << 40
 MOST_BOUNDARIES: Final = 64
 _MOST_TOKENS: Final = 1 << 22
 LARGEST_RECORD: Final = 3 << 20
-"""Bytes of the record of an answer."""
+"""Maximum bytes of the record of an answer."""
 _ID = re.compile(r"[0-9a-f]{64}")
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -43,7 +43,7 @@ TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 
 
 class StateError(RequestError):
-    """A saved prefix is missing, damaged, or of another model."""
+    """A saved prefix is missing, damaged, or belongs to another model."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "state")
@@ -54,8 +54,8 @@ class _Record(BaseModel):
 
 
 class StateModel(_Record):
-    """The model that wrote a prefix. weights: digest of its weights, the same for all dtypes and devices. identity: the
-    digest under which the disk tier keeps its items. about: how it computes."""
+    """The model that wrote a prefix. weights: digest of its weights, equal for all dtypes and devices. identity: digest
+    under which the disk tier stores its items. about: how items are computed, for people."""
 
     name: Text
     weights: ShortDigest
@@ -64,7 +64,7 @@ class StateModel(_Record):
 
 
 class ItemFile(_Record):
-    """An item. start, done, kind: as in `StoredItem`."""
+    """The file of an item. start, done, kind: as in `StoredItem`."""
 
     kind: Kind
     start: Count
@@ -74,8 +74,8 @@ class ItemFile(_Record):
 
 
 class SavedAnswer(_Record):
-    """The record of a conversation's last answer, with which the template's prompt becomes the tokens that the model
-    generated. key: of the record. tokens: up to its end. data: in base64, all but the tokens."""
+    """The record of a conversation's last answer, which turns the template's prompt into the tokens that the model
+    generated. key: key of the record. tokens: count up to its end. data: the record without tokens, in base64."""
 
     key: ShortDigest
     tokens: Count
@@ -83,9 +83,9 @@ class SavedAnswer(_Record):
 
 
 class Manifest(_Record):
-    """A saved prefix. boundaries: token counts at which there is a recurrent state, ascending; the last one is the
-    prefix's length. items: for each boundary the K/V since the boundary before, then the state. dtypes: of the items'
-    tensors, for people. answer: of a conversation whose last answer is recorded."""
+    """A saved prefix. boundaries: token counts with a recurrent state, ascending; the last one is the prefix's length.
+    items: for each boundary the K/V since the previous boundary, then the state. dtypes: dtypes of the items' tensors,
+    for people. answer: the record of the conversation's last answer, if there is one."""
 
     format: Literal["deltic-state"]
     version: Annotated[int, Field(ge=VERSION, le=VERSION)]
@@ -117,7 +117,7 @@ class Manifest(_Record):
         return found
 
     def problem(self) -> str:
-        """Returns why tokens, boundaries and items do not fit together; empty if they do."""
+        """Returns the reason why tokens, boundaries and items do not fit together; empty if they do."""
         runs, states = self.items[::2], self.items[1::2]
         ends = [0, *self.boundaries]
         if any(start >= end for start, end in pairwise(ends)) or ends[-1] != len(self.tokens):
@@ -134,8 +134,8 @@ class Manifest(_Record):
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A saved prefix as callers see it. id: of its manifest. tokens: its length. bytes: of its items. exact: the next
-    tokens have the same bits as without the file; False if another backend or dtype wrote it."""
+    """The description of a saved prefix. id: id of its manifest. tokens: its length. bytes: bytes of its items. exact:
+    True if the next tokens have the same bits as without the file; False if another backend or dtype wrote it."""
 
     id: str
     name: str
@@ -154,7 +154,7 @@ class SavedState:
 
 
 def checked_id(id: object) -> str:
-    """Returns an id. Raises StateError unless it is one, so that it can be part of a file's name."""
+    """Returns `id`, which is then safe as part of a file name. Raises StateError if it is not a valid id."""
     if not isinstance(id, str) or not _ID.fullmatch(id):
         raise StateError(f"{show(id)} is no id of a saved state: it has 64 hexadecimal digits, as `deltic state ls` "
                          "shows them")
@@ -162,7 +162,7 @@ def checked_id(id: object) -> str:
 
 
 def parse_manifest(id: str, data: bytes) -> Manifest:
-    """Returns a manifest. Raises StateError if it is not the one of this id, or not sound."""
+    """Returns the manifest in `data`. Raises StateError if its id differs from `id` or if it is inconsistent."""
     if sha256(data).hexdigest() != checked_id(id):
         raise StateError(f"the saved state {id} was changed: its manifest does not have the hash that it is named by")
     try:
@@ -178,7 +178,7 @@ def parse_manifest(id: str, data: bytes) -> Manifest:
 
 
 def digest_of(pieces: Iterable[bytes | memoryview]) -> str:
-    """Returns the SHA-256 of pieces."""
+    """Returns the SHA-256 of the concatenated pieces."""
     found = sha256()
     for piece in pieces:
         found.update(piece)

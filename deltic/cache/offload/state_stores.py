@@ -1,7 +1,7 @@
-"""Where saved prefixes lie: a directory, an HTTP server, or what fsspec opens, such as s3://. Needs no torch.
+"""Stores of saved prefixes: a directory, an HTTP server, or a place that fsspec opens, such as s3://. Needs no torch.
 
-Files have the names of `state_manifest`; others are ignored. A file appears whole or not at all, and a manifest after
-its items.
+Files have the names that `state_manifest` describes; others are ignored. A file appears whole or not at all, and a
+manifest after its items.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _LARGEST_LISTING: Final = 64 << 20
 _TIMEOUT: Final = 60.0
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes copied, bytes in all)."""
+"""Called with (bytes copied, total bytes)."""
 
 
 class StateFolder(ABC):
-    """Files by name. Methods raise StateError with the reason, or OSError."""
+    """A store of files by name. Methods raise StateError with the reason, or OSError."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -63,7 +63,7 @@ class StateFolder(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Returns the names of all files that may be of saved prefixes."""
+        """Returns the names of all files that may belong to saved prefixes."""
 
     def ids(self) -> list[str]:
         return sorted(name.removesuffix(MANIFEST_SUFFIX) for name in self.names() if name.endswith(MANIFEST_SUFFIX))
@@ -79,7 +79,7 @@ class StateFolder(ABC):
         return parse_manifest(id, data), data
 
     def find(self, id: str | None) -> str:
-        """Returns the id that begins so; without one the id of the only saved prefix. Raises StateError."""
+        """Returns the only id that begins with `id` (None: the only id). Raises StateError for none or several."""
         if id and len(id) == _ID_LENGTH:
             return checked_id(id)
         ids = [found for found in self.ids() if found.startswith(id or "")]
@@ -92,7 +92,7 @@ class StateFolder(ABC):
 
 
 class StateDirectory(StateFolder):
-    """A directory. Its files are private to the user who writes them."""
+    """A local directory. Only the user who writes its files can read them."""
 
     def __init__(self, place: str | Path) -> None:
         super().__init__(str(place))
@@ -103,7 +103,7 @@ class StateDirectory(StateFolder):
         return self.root / name
 
     def create(self) -> None:
-        """Makes the directory, and deletes what killed writers left in it. Raises ConfigError if it cannot be used."""
+        """Creates the directory and deletes temporary files of killed writers. Raises ConfigError if that fails."""
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             remove_abandoned(self.root)
@@ -143,7 +143,7 @@ class StateDirectory(StateFolder):
 
 
 class HttpStates(StateFolder):
-    """A directory of an HTTP server, by GET, HEAD and PUT. Its index page lists the files."""
+    """A directory of an HTTP server, accessed by GET, HEAD and PUT. Its index page lists the files."""
 
     def __init__(self, place: str) -> None:
         import httpx2
@@ -233,7 +233,7 @@ class FsspecStates(StateFolder):
 
     @contextmanager
     def _reported(self, name: str) -> Iterator[None]:
-        """The libraries of file systems raise errors of their own."""
+        """Turns the errors of file system libraries into StateError."""
         try:
             yield
         except (StateError, GeneratorExit):
@@ -264,7 +264,7 @@ def list_states(store: StateFolder) -> list[tuple[SavedState, str]]:
 
 
 def push(source: StateDirectory, id: str, target: StateFolder, progress: Progress) -> SavedState:
-    """Copies a saved prefix out of a directory: the items that are missing, then the manifest."""
+    """Copies a saved prefix from a directory to a store: first the missing items, then the manifest."""
     manifest, _ = source.manifest(id)
     sent = 0
     for item in manifest.items:
@@ -279,7 +279,7 @@ def push(source: StateDirectory, id: str, target: StateFolder, progress: Progres
 
 
 def pull(source: StateFolder, id: str, target: StateDirectory, progress: Progress) -> SavedState:
-    """Copies a saved prefix into a directory. Every file is checked before it appears there."""
+    """Copies a saved prefix from a store to a directory. Checks every file before it appears there."""
     target.create()
     manifest, data = source.manifest(id)
     received = 0
@@ -302,7 +302,7 @@ def _receive(pieces: Iterator[bytes], path: Path, size: int, digest: str) -> Non
 
 
 def _check(pieces: Iterator[bytes], name: str, size: int, digest: str, use: Callable[[bytes], object]) -> None:
-    """Hands over the content of a file piece by piece. Raises StateError if it is not that of this size and digest."""
+    """Passes the content of a file to `use`, piece by piece. Raises StateError if its size or digest are wrong."""
     found, count = sha256(), 0
     for piece in pieces:
         count += len(piece)
@@ -318,7 +318,7 @@ def _check(pieces: Iterator[bytes], name: str, size: int, digest: str, use: Call
 
 
 def chosen_ids(store: StateFolder, ids: Sequence[str]) -> list[str]:
-    """Returns the ids that these begin; all ids if there are none. Raises StateError."""
+    """Returns the full ids for these beginnings of ids; all ids if `ids` is empty. Raises StateError."""
     found = [store.find(id) for id in ids] if ids else store.ids()
     if not found:
         raise StateError(f"{store.place} has no saved state")

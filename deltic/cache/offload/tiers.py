@@ -29,15 +29,15 @@ log = logging.getLogger("deltic")
 
 
 class PrefixTarget(Protocol):
-    """Takes prefixes: a tier, or what writes files."""
+    """A receiver of prefixes: a tier, or a writer of files."""
 
     def offer(self, source: PrefixSource) -> None:
-        """Copies a prefix."""
+        """Copies a prefix from the pools if it wants it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoreRequest:
-    """A prefix that a `StoreItem` names. logits: of its last token, if known."""
+    """The prefix that a `StoreItem` refers to. logits: logits after its last token, if known."""
 
     tokens: Sequence[int]
     logits: Any
@@ -50,8 +50,8 @@ class StoreRequest:
 
 @dataclass(slots=True, eq=False)
 class LoadRequest:
-    """Loads a prefix of a prompt that is longer than `above` tokens. Poll it until it is finished; `loaded` is then the
-    prefix, if any tier had one, and `tier` the one that it came from. begun: a tier reads, or has read, for it."""
+    """Loads the longest prefix of a prompt with more than `above` tokens. The caller polls it until it is finished;
+    then `loaded` is the prefix, if a tier had one, and `tier` its source. begun: True if a tier reads or has read."""
 
     tokens: Sequence[int]
     above: int
@@ -68,8 +68,8 @@ class LoadRequest:
         return self._reading is not None or self.loaded is not None
 
     def poll(self, begin: bool = True) -> bool:
-        """Returns True if the request is finished. A prefix that cannot be read is replaced by the next best. begin: a
-        tier may begin to read."""
+        """Advances the request; returns True if it is finished. If a prefix cannot be read, the next best one is tried.
+        begin: False if no tier may begin to read now."""
         while not self._finished:
             if self._reading is not None:
                 if not self._reading.done():
@@ -88,7 +88,7 @@ class LoadRequest:
         return True
 
     def wait(self, seconds: float) -> None:
-        """Sleeps until a tier has read, at most so long."""
+        """Sleeps until the tier has finished reading, for at most `seconds`."""
         if self._reading is not None:
             wait([self._reading], seconds)
 
@@ -120,8 +120,8 @@ class LoadRequest:
 
 def read_prefix(read: Callable[[StoredItem], dict[str, Any]], items: Sequence[StoredItem], state: StoredItem,
                 writing: Sequence[Future[int]]) -> LoadedPrefix:
-    """Reads a prefix once its items are written. Raises LostError with the item that cannot be used. read: as
-    `read_item`."""
+    """Reads a prefix after waiting for its items to be written. Raises LostError with the item that cannot be used.
+    read: as `read_item`. writing: the writes to wait for."""
     tokens = array("q")
     runs: list[tuple[int, Tensors]] = []
     for future in writing:
@@ -139,12 +139,12 @@ def read_prefix(read: Callable[[StoredItem], dict[str, Any]], items: Sequence[St
     for item in (*items, state):
         if prefix.key(item.done) != item.key:
             raise LostError(item, "its tokens are not those of its key")
-    # logits outlive the other tensors, which may lie in the same buffer
+    # a copy of the logits, because they outlive the other tensors in the same buffer
     return LoadedPrefix(tokens, tuple(runs), tensors, None if logits is None else logits.clone())
 
 
 def read_item(store: TierStore, validator: ItemValidator, item: StoredItem) -> dict[str, Any]:
-    """Reads and checks an item. Raises LostError if it cannot be used; OSError and MemoryError say nothing of it."""
+    """Reads and checks an item. Raises LostError if it cannot be used; OSError and MemoryError do not imply that."""
     try:
         tensors = dict(store.read(item, validator.most(item)))
         reason = validator.refuse(item, tensors, store.trusted)

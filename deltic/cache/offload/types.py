@@ -1,9 +1,9 @@
 """Records of the offload tiers: stored items, prefixes that go to and come from a tier, and the stores' interface.
 
-A tier stores a prefix as items. An item of kind "kv" has the K/V of the tokens [start, done); one of kind "state" the
-recurrent state after `done` tokens; one of kind "final" also the logits of the last of them. `key` is a hash of all
-tokens up to `done`, `parent` the key of the prefix up to `start` (empty for 0), whose items hold what comes before.
-Items never change: equal names have equal content, whichever process wrote them.
+A tier stores a prefix as items. A "kv" item has the K/V of the tokens [start, done); a "state" item the recurrent state
+after `done` tokens; a "final" item also the logits after the last of them. `key` is a hash of all tokens up to `done`,
+`parent` the key of the prefix up to `start` (empty for 0), whose items hold the earlier tokens. Items never change:
+equal names have equal content, whichever process wrote them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ KEY_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """key, parent: hexadecimal. size: in bytes. used: seconds since the epoch. path: where the store finds it; empty
-    for an item that the store finds by its other fields."""
+    """key, parent: hexadecimal. size: in bytes. used: last use, seconds since the epoch. path: location in the store;
+    empty if the store finds the item by its other fields."""
 
     kind: Kind
     key: str
@@ -45,9 +45,9 @@ class PrefixEntry:
     """A prefix of `done` tokens.
 
     kv, state: its items, if there are any.
-    lengths: keys of the entries that continue it, by their `done`.
-    writing: of items that are not written yet.
-    held: it is about to get a state.
+    lengths: keys of the entries that continue it, grouped by their `done`.
+    writing: futures of items that are not written yet.
+    held: True while the entry is about to get a state, which keeps it from being removed.
     """
 
     key: str
@@ -80,8 +80,8 @@ class PrefixEntry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedPrefix:
-    """A prefix from a tier. runs: K/V tensors, each with the position of its first token, in order. state: tensors of
-    the recurrent state. logits: of the last token [V], if known."""
+    """A prefix that a tier has loaded. runs: pairs of the position of the first token and K/V tensors, in order. state:
+    tensors of the recurrent state. logits: logits [V] after the last token, if known."""
 
     tokens: array[int]
     runs: tuple[tuple[int, Tensors], ...]
@@ -95,9 +95,9 @@ class LoadedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """A prefix in the pools. Both functions return copies, and raise MemoryError if there is no memory for them.
+    """A prefix in the pools. Both functions return copies and raise MemoryError if there is no memory for them.
 
-    run: tokens and K/V from a position on. state: the state at the end, with the last token's logits if `final`.
+    run: returns tokens and K/V from a position on. state: returns the state at the end, with logits if `final`.
     """
 
     tokens: Sequence[int]
@@ -107,10 +107,10 @@ class PrefixSource:
 
 
 class TierStore(ABC):
-    """Stores items. The index also calls `scan`, `others`, `read` and `write` on threads of its own.
+    """Stores items. The index calls `scan`, `others`, `read` and `write` also on threads of its own.
 
-    TierStoreError concerns one item; OSError means that the store cannot take or return anything at present, FullError
-    that it would take more if items were deleted. writable: False: the store can only be read. trusted: items are in
+    TierStoreError concerns one item. OSError means that the store cannot read or write at present; FullError, that it
+    could write if items were deleted. writable: False if the store can only be read. trusted: True if the items are in
     this process, so that their numbers need not be checked.
     """
 
@@ -121,11 +121,11 @@ class TierStore(ABC):
 
     @property
     def ready(self) -> bool:
-        """False while the other methods would wait."""
+        """False while the other methods would block."""
         return True
 
     def scan(self) -> Iterable[StoredItem]:
-        """Returns all items that were there before this process."""
+        """Returns all items that earlier or other processes have stored."""
         return ()
 
     def others(self) -> Iterable[StoredItem]:
@@ -135,7 +135,7 @@ class TierStore(ABC):
     @abstractmethod
     def write(self, item: StoredItem, tensors: Tensors) -> int:
         """Stores an item, whole or not at all; returns its size in bytes. The tensors are on the host and must not
-        change any more."""
+        change afterwards."""
 
     @abstractmethod
     def read(self, item: StoredItem, most: int | None = None) -> dict[str, Tensor]:
@@ -146,27 +146,27 @@ class TierStore(ABC):
         """Deletes an item if it is there; never fails."""
 
     def touch(self, item: StoredItem) -> None:  # noqa: B027
-        """Notes that an item was used now; never fails."""
+        """Records that an item is used now; never fails."""
 
     def abandon(self) -> None:  # noqa: B027
-        """Ends the wait of all methods: nothing more is wanted."""
+        """Makes all blocked methods return soon, because no more items are needed."""
 
     def close(self) -> None:  # noqa: B027
-        """Finishes what `touch` and `delete` have left to do."""
+        """Completes the deferred work of `touch` and `delete`."""
 
 
 class ItemValidator(Protocol):
-    """Checks items before they are used: a store is not trusted."""
+    """Checks items before their use, because a store is not trusted."""
 
     def most(self, item: StoredItem) -> int | None:
-        """Returns the bytes that an item's tensors can have."""
+        """Returns the maximum number of bytes of an item's tensors; None: no limit."""
 
     def refuse(self, item: StoredItem, tensors: Tensors, trusted: bool = False) -> str:
-        """Returns why these cannot be the item's tensors; empty if they can. trusted: as of the store."""
+        """Returns the reason why these cannot be the item's tensors; empty if they can. trusted: that of the store."""
 
 
 class AcceptAllItems:
-    """Checks nothing."""
+    """A validator that accepts all items."""
 
     def most(self, item: StoredItem) -> int | None:
         return None
@@ -179,7 +179,7 @@ ANYTHING = AcceptAllItems()
 
 
 class FullError(OSError):
-    """The store is full. missing: bytes to delete for the item to fit."""
+    """The store is full. missing: number of bytes to delete before the item fits."""
 
     def __init__(self, code: int, reason: str, path: str, missing: int) -> None:
         super().__init__(code, reason, path)
@@ -199,17 +199,17 @@ class LostError(Exception):
 
 
 class PrefixHash:
-    """Keys of ever longer prefixes of one token sequence."""
+    """Computes the keys of increasingly long prefixes of one token sequence."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        numbers = array("q", tokens)  # of an array a plain copy
+        numbers = array("q", tokens)  # for an array, a plain memory copy
         if sys.byteorder == "big":
             numbers.byteswap()
         self._bytes = numbers.tobytes()
         self._hash, self._done = blake2b(digest_size=KEY_BYTES), 0
 
     def key(self, done: int) -> str:
-        """Returns the key of the first `done` tokens; `done` must not fall."""
+        """Returns the key of the first `done` tokens. `done` must not decrease from call to call."""
         assert done >= self._done
         self._hash.update(self._bytes[8 * self._done:8 * done])
         self._done = done
