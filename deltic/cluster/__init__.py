@@ -1,1 +1,1 @@
-"""Many replicas of one model: which replica a request goes to, and Ray Serve as the cluster. No torch."""
+"""Many replicas of one model on Ray Serve: chooses the replica of each request. No torch."""

@@ -1,4 +1,4 @@
-"""The replicas as an application of Ray Serve: deployed by `deltic serve --replicas`, or from a file by `serve deploy`.
+"""The replicas as a Ray Serve application, deployed by `deltic serve --replicas`, or from a file by `serve deploy`.
 
     deltic serve --replicas 4              deltic's own server with the front, in this process; no proxy of Serve
     serve run / serve deploy FILE          the front as Serve's ingress, behind Serve's proxies on each node
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("deltic")
 
 RAY: Final = (2, 60)
-"""The version of Ray whose request routers this uses; they are not stable between versions."""
+"""The required version of Ray. The interface of its request routers is not stable between versions."""
 NAME: Final = "deltic"
 PREFILL: Final = "prefill"
-"""The deployment of prefill replicas."""
+"""Name of the deployment of prefill replicas."""
 _ROUTER: Final = "deltic.cluster.serve_router.StateAwareRouter"
 _REPORT_SECONDS: Final = 1.0
 _UNBOUNDED: Final = 100_000
-"""Requests that Serve sends to one replica at most. The replica's own limits refuse more, as on one machine."""
+"""Maximum number of requests that Serve sends to one replica. Its own limits refuse more, as on one machine."""
 _TARGET, _MOST_REPLICAS = 16, 100
-"""Requests of a replica that autoscaling aims at, and the most replicas, unless a file of `serve deploy` says more."""
+"""Autoscaling: target number of requests per replica, and maximum replicas, unless a `serve deploy` file sets them."""
 _SHUTDOWN_SECONDS: Final = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """How replicas run. options: for `opener`. replicas: their number, or "auto" for Serve's autoscaling. prefill: how
-    many more compute long prompts for them. cpus, gpus: devices that Ray reserves for each. drain_seconds: for running
+    """options: for `opener`. replicas: their number, or "auto" for Serve's autoscaling. prefill: number of replicas
+    that compute long prompts for them. cpus, gpus: devices that Ray reserves for each. drain_seconds: for running
     requests of a replica that ends. router: class of the request router; empty: Serve's own."""
 
     opener: Callable[[Any], OpenedReplica]
@@ -70,7 +70,7 @@ def check_ray() -> None:
 
 
 def replicas_of(plan: ReplicaPlan) -> Application:
-    """Returns the deployment of the replicas, with that of the prefill replicas below it."""
+    """Returns the deployment of the replicas, with the deployment of the prefill replicas below it."""
     prefill = _deployment(plan, PREFILL, plan.prefill).bind(plan.opener, plan.options) if plan.prefill else None
     return _deployment(plan, "replica", plan.replicas).bind(plan.opener, plan.options, prefill)
 
@@ -104,7 +104,7 @@ def with_ingress(plan: ReplicaPlan, limits: Limits) -> Application:
 
 
 class Ingress:
-    """The front as a deployment."""
+    """The front as a deployment of Serve."""
 
     def __init__(self, handle: DeploymentHandle, limits: Limits, prefill: str) -> None:
         """prefill: name of the deployment of prefill replicas, if there is one."""
@@ -122,9 +122,9 @@ class Ingress:
 @contextmanager
 def running(plan: ReplicaPlan, address: str | None, name: str = NAME
             ) -> Iterator[tuple[DeploymentHandle, DeploymentHandle | None]]:
-    """Runs the replicas on the cluster at an address, or on a new one on this machine; yields their handle, and that of
-    prefill replicas. Deletes the application at the end. UnavailableError if the replicas do not start, or are not
-    equal."""
+    """Runs the replicas on the cluster at an address, or on a new one on this machine. Yields the handles of replicas
+    and of prefill replicas. Deletes the application at the end. Raises UnavailableError if the replicas do not start,
+    or are not equal."""
     import ray
     from ray import serve
 
@@ -153,12 +153,12 @@ def running(plan: ReplicaPlan, address: str | None, name: str = NAME
 
 
 def _quiet() -> dict[str, Any]:
-    """Returns how Serve logs: the replicas' own warnings say what matters."""
+    """Returns Serve's logging options: warnings only, because the replicas log what matters."""
     return {"log_level": "WARNING", "enable_access_log": False}
 
 
 def check_identities(found: list[dict[str, str]], shared: bool = False) -> None:
-    """Raises UnavailableError if replicas have different weights. shared: or different cache directories."""
+    """Raises UnavailableError if replicas have different weights or, with `shared`, different cache directories."""
     nodes: dict[str, list[str]] = {}
     for each in found:
         nodes.setdefault(each["identity"], []).append(each["node"])
@@ -172,7 +172,7 @@ def check_identities(found: list[dict[str, str]], shared: bool = False) -> None:
 
 
 def _local_cpus(plan: ReplicaPlan) -> int:
-    """Returns the processors that a local cluster counts: all replicas start, even where they share processors."""
+    """Returns the CPU count of a local cluster. It is large enough for all replicas, even if they share processors."""
     from deltic.config.machine import available_cores
 
     wanted = plan.cpus * (plan.prefill + (plan.replicas if isinstance(plan.replicas, int) else 1))

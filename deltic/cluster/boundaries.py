@@ -1,12 +1,12 @@
-"""The boundaries of a request: the prefixes of its body at which another request may part from it, as hashes. No torch.
+"""The boundaries of a request: hashes of the prefixes of its body at which another request may diverge. No torch.
 
     body      tools, system | message | message, a long one .......... | message
     keys                    1         2        3 (2,048 characters)    4         5
 
-A key is a hash of all that the model reads before the boundary, chained like the keys of the cache's tiers. The body is
-hashed instead of token ids: a prompt has the exact tokens of earlier answers, thinking included, which only the replica
-that gave them knows. So the front needs no tokenizer, no template and no history, and a replica connects the keys with
-its own token positions (`reachable.py`).
+A key is a hash of all model input before the boundary, chained like the keys of the cache's tiers. The hash is over the
+body, not over token ids: a prompt has the exact tokens of earlier answers, including thinking, and only the replica
+that gave these answers knows them. The front therefore needs no tokenizer, no template and no history. A replica maps
+the keys to its own token positions (`reachable.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SPACING: Final = 2048
 _TOKENS: Final = _SPACING // 8
 """Token ids between two boundaries of a prompt of ids."""
 _FIRST, _LAST = 64, 192
-"""Boundaries that are kept of a request with more: those of a shared beginning, and those of the last turns."""
+"""Numbers of boundaries that a long request keeps: from its beginning, which may be shared, and from its last turns."""
 _HEAD: Final = ("model", "tools", "system", "instructions", "chat_template_kwargs", "history", "functions")
 """Fields that templates render before the messages."""
 _SYSTEM: Final = ("tools", "system", "instructions")
@@ -34,8 +34,8 @@ _SECRETS: Final = ("authorization", "x-api-key")
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """keys: of the boundaries of a request, the first one first. sizes: characters up to each. system: characters of
-    the system prompt and the tools."""
+    """The boundaries of a request, in order. keys: their hashes. sizes: characters up to each boundary. system:
+    characters of the system prompt and the tools."""
 
     keys: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ class Boundaries:
 
 def boundaries_of(body: Any, headers: Mapping[str, str] = {}) -> Boundaries:
     """Returns the boundaries of a request of any API. headers: with lower-case names; requests with different API keys
-    or salts share nothing. A body that is not understood has none: its request goes where there is least to do."""
+    or salts share nothing. An unknown form of body has no boundaries: its request goes to the least busy replica."""
     if not isinstance(body, Mapping):
         return Boundaries()
     chain = _Chain()
@@ -78,7 +78,7 @@ def response_key(id: str) -> int:
 
 
 def _parts(content: Any) -> Iterator[Any]:
-    """Yields messages or input items; a prompt of token ids in runs, so that a run of them is one part."""
+    """Yields messages or input items. A prompt of token ids is split into runs, and each run is one part."""
     if not isinstance(content, list):
         yield content
     elif content and all(isinstance(token, int) for token in islice(content, 4)):
@@ -88,7 +88,7 @@ def _parts(content: Any) -> Iterator[Any]:
 
 
 class _Chain:
-    """Hashes parts one after another, and notes the boundaries between them."""
+    """Hashes parts one after another, and records the boundaries between them."""
 
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=KEY_BYTES)
@@ -101,12 +101,12 @@ class _Chain:
             self._hash.update(text.encode("utf-8", "surrogatepass") + b"\0")
 
     def restart(self, key: int) -> None:
-        """Begins where a stored response ends. Its id is known to one client only, whichever key that sends."""
+        """Starts again from the end of a stored response. Only one client knows its id, whatever API key it sends."""
         self._hash = blake2b(key.to_bytes(KEY_BYTES), digest_size=KEY_BYTES)
         self.keys, self._sizes = [key], [0]
 
     def text(self, text: str) -> None:
-        """Adds a text, with boundaries within a long one."""
+        """Adds a text, with boundaries inside a long text."""
         for start in range(0, len(text), _SPACING):
             if start:
                 self.bound()

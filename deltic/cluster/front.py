@@ -1,8 +1,8 @@
-"""The front of several replicas: an ASGI application that passes requests on to them through a handle of Ray Serve.
+"""The front of several replicas: an ASGI application that forwards requests to them through a Ray Serve handle.
 
-It reads the body for the boundaries by which the router chooses, and passes head and body on as they are: paths,
-fields, keys and errors are those of the application in the replica. A request whose replica is lost before the response
-has begun goes to another one; later its client gets an error that asks it to try again.
+The front reads the body only to compute the boundaries for the router, and forwards head and body unchanged: the
+application in the replica handles paths, fields, keys and errors. If a replica is lost before its response has begun,
+the request goes to another replica; after that the client gets an error that asks it to try again.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from deltic.server.records import ID_HEADERS, LARGE, ActiveRequests, RequestReco
 log = logging.getLogger("deltic")
 
 _ATTEMPTS: Final = 4
-"""Replicas that a request is sent to before its client has to try again."""
+"""Number of replicas that a request is sent to before its client has to try again."""
 _PAUSE: Final = 0.25
-"""Seconds before another attempt: the router hears of a lost replica."""
+"""Seconds before another attempt, so that the router learns about the lost replica."""
 _PATIENCE: Final = 5.0
-"""Seconds in which all replicas answer what concerns all of them."""
+"""Timeout in seconds of a request that goes to all replicas."""
 _GONE: Final = "the replica that answered is gone: send the request again"
 LOST: Final = (RayActorError, DeploymentUnavailableError)
 
 
 @dataclass(slots=True)
 class _Response:
-    """What of a response has been passed on."""
+    """The progress of a forwarded response."""
 
     begun: bool = False
     complete: bool = False
@@ -56,7 +56,7 @@ class _Response:
 
 
 class Front:
-    """The application. handle: of the deployment of `Replica`. prefill: of the prefill replicas, if any."""
+    """The application. handle: for the deployment of `Replica`. prefill: for the prefill replicas, if there are any."""
 
     def __init__(self, handle: DeploymentHandle, reader: BodyReader, limits: Limits,
                  prefill: DeploymentHandle | None = None) -> None:
@@ -86,7 +86,7 @@ class Front:
             self._running -= 1
 
     async def drain(self, grace: float) -> None:
-        """Accepts no more requests, and waits for the running ones, at most so long."""
+        """Accepts no more requests, and waits up to `grace` seconds for the running ones."""
         self._closed = True
         with suppress(TimeoutError):
             async with asyncio.timeout(grace):
@@ -110,7 +110,7 @@ class Front:
 
     async def _pass_on(self, request: Request, body: bytes, boundaries: Boundaries, send: Send, response: _Response
                        ) -> None:
-        """Sends a request to replicas until one answers."""
+        """Sends a request to replicas, one after another, until one answers."""
         head = _head(request)
         for attempt in range(_ATTEMPTS):
             answer = self._calls.remote(head, body, boundaries)
@@ -148,10 +148,10 @@ class Front:
             raise error  # the connection is closed within the body, which is an error for the client
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    # what concerns all replicas
+    # requests that go to all replicas
 
     def _of_everyone(self, request: Request) -> Callable[..., Any] | None:
-        """Returns an endpoint for a path that concerns all replicas."""
+        """Returns the endpoint of a request that goes to all replicas; None for other requests."""
         path, method = request.url.path, request.method
         if path == "/metrics" and method == "GET":
             return partial(self._gathered, merged_metrics, CONTENT_TYPE.encode())
@@ -191,7 +191,7 @@ async def _whole(handle: DeploymentHandle, head: dict[str, Any]) -> list[Any]:
 
 
 def _head(request: Request) -> dict[str, Any]:
-    """Returns the fields of the scope that a replica needs. The request keeps its id."""
+    """Returns the fields of the ASGI scope that a replica needs. The request keeps its id."""
     scope, id = request.scope, record_of(request).id
     headers = [(name, value) for name, value in scope["headers"] if name.decode("latin-1") not in ID_HEADERS]
     path = scope["path"]
@@ -201,7 +201,7 @@ def _head(request: Request) -> dict[str, Any]:
 
 
 def _noted(message: Message, response: _Response) -> Message:
-    """Returns a message for the client. The front adds the request's id itself."""
+    """Records a replica's message. Returns it without the id headers, because the front adds these itself."""
     if message["type"] == "http.response.start":
         response.begun = True
         headers = [(name, value) for name, value in message["headers"] if name.decode("latin-1") not in ID_HEADERS]

@@ -1,4 +1,4 @@
-"""Answers of all replicas as one: metrics, lists of requests, and an answer that one of them has. No Ray."""
+"""Merges the answers of all replicas: metrics, lists of requests, and an answer that only one replica has. No Ray."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_VALUES: Final = 1 << 20
 
 
 def merged_metrics(pages: Mapping[str, bytes]) -> bytes:
-    """Returns the pages of all replicas as one, with the replica in a label of each sample."""
+    """Returns the metrics pages of all replicas as one page. Each sample has a label with its replica."""
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for replica, page in pages.items():
@@ -34,7 +34,7 @@ def merged_metrics(pages: Mapping[str, bytes]) -> bytes:
 
 
 def merged_lists(pages: Mapping[str, bytes]) -> bytes:
-    """Returns lists of objects as one."""
+    """Returns the lists of objects of all replicas as one list."""
     data = [each for page in pages.values() for each in read_json(page, _MOST_VALUES)["data"]]
     return dump({"object": "list", "data": data})
 

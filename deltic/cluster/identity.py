@@ -1,4 +1,4 @@
-"""The identity of a model's files, to compare replicas on different machines at their start."""
+"""Computes the identity of a model's files, to compare replicas on different machines when they start."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _KINDS = (".safetensors", ".gguf", ".bin", ".json", ".jinja", ".model")
 
 
 def files_identity(path: Path) -> str:
-    """Returns a hash of the names and sizes of a model's files, and of blocks that are spread over each. Another model,
-    another revision and a file that was not copied whole have another one; it reads at most 4 MiB of a file."""
+    """Returns a hash of the names and sizes of a model's files, and of blocks that are spread over each file. The hash
+    differs for another model, another revision or an incomplete copy. Reads at most 4 MiB of a file."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in _KINDS)
     whole = blake2b(digest_size=16)
     for file in files:

@@ -6,8 +6,8 @@
     adopts the items    <-- names of the written items --
     resumes the request, which loads the state from the disk tier
 
-The items are those of the disk tier, whose identity promises equal bits. Whatever fails, the decode replica computes
-the prompt itself. No Ray.
+The items are the items of the disk tier. Its identity promises equal bits. If anything fails, the decode replica
+computes the prompt itself. No Ray.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from deltic.params import EngineRequest, Prompt, SamplingParams
 from deltic.server.async_engine import AsyncEngine
 
 LEAST_TOKENS: Final = 256
-"""New tokens of a prompt that is handed over, at least: the state alone takes as much as 500 tokens of K/V or more."""
+"""Minimum new tokens of a prompt that is handed over: the state alone is as large as 500 tokens of K/V or more."""
 LEAST_SECONDS: Final = 0.25
-"""Seconds that they would take here, at least: what disturbs answers less is not worth two calls and two copies."""
+"""Minimum seconds that these tokens would take here: less disturbs answers too little for two calls and copies."""
 _PATIENCE, _PATIENCE_SECONDS = 3.0, 0.5
-"""A prompt waits for a prefill replica this many times as long as it would take here, and so many seconds more."""
+"""A prompt waits for a prefill replica this many times as long as it would take here, plus this many seconds."""
 _ACCEPT_SECONDS: Final = 3.0
-"""Seconds in which a prefill replica accepts a prompt. If none runs, Ray would wait for one."""
+"""Timeout in seconds for a prefill replica to accept a prompt. Without it, Ray would wait until one runs."""
 _REST_SECONDS: Final = 10.0
-"""Seconds without further prompts for prefill replicas after one has failed."""
+"""Seconds after a failure in which prefill replicas get no prompts."""
 
 log = logging.getLogger("deltic")
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillOrder:
-    """A prompt to compute. items: those of it that the cache directory is known to have. known: tokens of it that the
-    decode replica has. patience: seconds that it may wait. directory: number of the cache directory. model: digest of
-    all that the bits of items depend on."""
+    """A prompt to compute. items: items of the prompt that the cache directory is known to have. known: number of its
+    tokens that the decode replica has. patience: seconds that it may wait. directory: number of the cache directory.
+    model: digest of everything that determines the bits of items."""
 
     prompt: array[int]
     stable_prefixes: tuple[int, ...]
@@ -71,7 +71,7 @@ class PrefillOrder:
 
 
 def disk_tier(cache: HybridCache) -> TierIndex | None:
-    """Returns the tier that replicas share; None without a usable cache directory."""
+    """Returns the disk tier, which replicas share; None without a usable cache directory."""
     return next((tier for tier in cache.tiers if isinstance(tier.store, DiskStore)), None)
 
 
@@ -88,7 +88,7 @@ def _model_of(tier: TierIndex) -> str:
 
 
 class PrefillClient:
-    """Hands prompts of a decode replica over. calls: those of the prefill replicas' method `prefill`."""
+    """Hands over prompts of a decode replica. calls: handle for the method `prefill` of the prefill replicas."""
 
     def __init__(self, calls: Any, worker: Worker, tier: TierIndex) -> None:
         self.outcomes: Counter[str] = Counter(done=0, busy=0, failed=0, cancelled=0)
@@ -97,7 +97,7 @@ class PrefillClient:
         self._warned = False
 
     def order(self, request: EngineRequest) -> PrefillOrder | None:
-        """Returns the order of a prompt that is worth it. For the worker's thread."""
+        """Returns the order for a prompt; None if a handover would not pay. For the worker's thread."""
         output, length = request.output, len(request.prompt)
         shown = isinstance(request.prompt, Prompt) and request.prompt.keys is not None
         if shown or not isinstance(output, SamplingParams) or output.prompt_logprobs is not None:
@@ -116,19 +116,19 @@ class PrefillClient:
                             model=_model_of(self._tier))
 
     async def compute(self, order: PrefillOrder) -> None:
-        """Returns when the prompt is in the tier, or is to be computed here."""
+        """Returns when the prompt is in the tier, or must be computed here."""
         outcome = "cancelled"
         try:
             items = await self._items(order)
             await asyncio.to_thread(self._worker.execute, lambda _: self._tier.adopt(items))
             outcome, self._warned = "done", False
-        except (BusyError, RequestError) as error:  # nothing is wrong with the other replica
+        except (BusyError, RequestError) as error:  # the other replica works as it should
             log.debug("a prompt is computed here: %s", error)
             outcome = "busy"
         except Exception as error:
             outcome, self._rest_until = "failed", time.monotonic() + _REST_SECONDS
             if not self._warned:
-                cause = getattr(error, "cause", None) or error  # Ray's error has a traceback
+                cause = getattr(error, "cause", None) or error  # the text of Ray's error has a traceback
                 log.warning("prompts are computed here, because the prefill replicas do not: %s",
                             str(cause) or type(cause).__name__)
             self._warned = True
@@ -154,7 +154,7 @@ class PrefillClient:
 
 
 async def _within(seconds: float, parts: AsyncIterator[Any]) -> bool:
-    """Returns True if the next part comes within so many seconds."""
+    """Returns True if the next part arrives within `seconds`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await anext(parts)
@@ -164,8 +164,8 @@ async def _within(seconds: float, parts: AsyncIterator[Any]) -> bool:
 
 async def prefilled(order: PrefillOrder, requests: AsyncEngine, worker: Worker, queue: float,
                     learn: Callable[[array[int]], None]) -> AsyncIterator[Sequence[StoredItem]]:
-    """Yields nothing when an order is accepted, and at last the names of the written items. queue: seconds of work that
-    wait here. learn: gets the keys of the prompt, in the worker's thread. BusyError if the queue is too long."""
+    """Yields an empty tuple when the order is accepted, and at the end the written items. queue: seconds of work that
+    wait here. learn: gets the keys of the prompt, in the worker's thread. Raises BusyError if the queue is too long."""
     tier = disk_tier(worker.engine.runtime.cache)
     directory = await asyncio.to_thread(directory_of, tier)
     if tier is None or not directory or directory != order.directory:
@@ -175,7 +175,7 @@ async def prefilled(order: PrefillOrder, requests: AsyncEngine, worker: Worker, 
                           "machines, versions and options of one kind for all", "prefill_replicas")
     if queue > order.patience:
         raise BusyError(f"{queue:.1f} seconds of work wait for the prefill replica")
-    yield ()  # before anything that waits for a step
+    yield ()  # comes before all calls that wait for a step
     await asyncio.to_thread(worker.execute, lambda _: tier.adopt(order.items))
     request = await asyncio.to_thread(_request_of, order)
     handle = await requests.submit([request])
@@ -203,12 +203,12 @@ def _request_of(order: PrefillOrder) -> EngineRequest:
 
 
 def _boundaries(order: PrefillOrder) -> Boundaries:
-    """Returns boundaries by which the router finds the prefill replica that knows most of a prompt."""
+    """Returns boundaries, with which the router finds the prefill replica that has most of a prompt."""
     return boundaries_of({"prompt": order.prompt.tolist(), "cache_salt": order.cache_salt})
 
 
 def _known(cache: HybridCache, keys: array[int]) -> int:
-    """Returns how many tokens of a prompt the cache has, on the device or below."""
+    """Returns the number of a prompt's tokens that the cache has, on the device or in a tier."""
     known = cache.tree.cached_length(keys)
     for tier in cache.tiers:
         entry = tier.find(keys, known)
@@ -217,13 +217,13 @@ def _known(cache: HybridCache, keys: array[int]) -> int:
 
 
 def _token_seconds(engine: Engine) -> float:
-    """Returns the seconds that a prompt token takes; infinite if that is not known yet."""
+    """Returns the seconds that a prompt token takes; infinity if this is not measured yet."""
     times = engine.scheduler.times
     return median(times.by_token) if times and times.by_token else math.inf
 
 
 def _store(engine: Engine, tier: TierIndex, keys: array[int]) -> list[Future[int]]:
-    """Copies what is to be written out of the pools. Returns what is being written of a prompt."""
+    """Copies all queued items out of the pools. Returns the pending writes of a prompt."""
     with engine.resting_cache():
         pass
     return tier.writing(keys)

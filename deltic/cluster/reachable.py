@@ -1,8 +1,8 @@
-"""What a replica reports to routers: boundaries of requests at which it can resume, and the seconds that each saves.
+"""A replica's report to routers: boundaries of requests at which it can resume, and the seconds that each saves.
 
-A prefix of 8,000 tokens whose deepest state lies at 1,200 saves 1,200 tokens, so the states count and not the tokens
-that match. `learn` connects the boundaries of a finished request with the states on its path. `report` looks which of
-them the device still has, or a tier below it. No torch.
+A prefix of 8,000 tokens with its deepest state at 1,200 saves 1,200 tokens, so the states count and not the matching
+tokens. `learn` connects the boundaries of a finished request with the states on its path. `report` checks for each
+state if the device or a tier still has it. No torch.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from deltic.cache.radix_tree import Checkpoint, PrefixTree
 from deltic.cluster.boundaries import Boundaries
 
 MOST_KEYS: Final = 4096
-"""Boundaries that a replica reports on. The least recently used are forgotten; their states may still be there."""
+"""Maximum number of reported boundaries. The least recently used are forgotten, even if their states are kept."""
 _CHANGES, _REPEATED = 512, 512
-"""Entries of a report: the last changes, and a part of all entries, which goes round. A router that is new, or that has
-missed a report, has all of them after MOST_KEYS / 512 reports."""
+"""Numbers of entries in a report: the last changes, and the next part of all entries in turn. A router that is new, or
+that has missed a report, has all entries after MOST_KEYS / 512 reports."""
 _STATES: Final = 2
-"""States by boundary: if the deepest is evicted, the next one counts."""
+"""Number of states per boundary: if the deepest is evicted, the next one counts."""
 _SLACK, _SLACK_TOKENS = 1.02, 16
-"""A boundary's position is estimated from its characters: a state may lie so much behind the estimate."""
+"""Tolerance (factor, tokens): a boundary's position is estimated from characters, and a state may lie behind it."""
 _TIER_SHARE: Final = 0.9
-"""Part of the seconds that a state in a tier saves: loading takes a few percent of computing (docs/cache.md)."""
+"""Fraction of the seconds that a state in a tier saves: loading takes a few percent of computing (docs/cache.md)."""
 
 
 class StateTier(Protocol):
     """A tier below the device."""
 
     def refresh(self) -> bool:
-        """As `TierIndex.refresh`."""
+        """Works like `TierIndex.refresh`."""
 
     def holds(self, key: str) -> bool:
-        """True if it has the state of a prefix. Thread-safe."""
+        """True if the tier has the state of a prefix. Thread-safe."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """How busy a replica is, and how fast: all measured.
+    """The measured load and speed of a replica.
 
-    queue: seconds until it has computed all prompts, and answered all requests, that it has now.
-    character: seconds to compute the prompt of a request, by its characters. answer: seconds of an answer after that.
+    queue: seconds until it has computed all its current prompts, and answered all its current requests.
+    character: seconds to compute a prompt, per character of the request. answer: seconds of an answer after the prompt.
     """
 
     queue: float = 0.0
@@ -57,8 +57,8 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class ReachableReport:
-    """A replica's report. keys, seconds: what its states save; 0 for states that are gone. begun: changes before the
-    first one here; the first `changes` entries are changes, in order."""
+    """A replica's report. keys, seconds: boundaries, and the seconds that their states save; 0 for states that are
+    gone. The first `changes` entries are changes, in order. begun: number of changes before the first of these."""
 
     load: LoadReport
     begun: int
@@ -69,7 +69,7 @@ class ReachableReport:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A state that was kept after `done` tokens. key: of the prefix in tiers; empty without tiers."""
+    """A state that was kept after `done` tokens. key: the key of the prefix in tiers; empty without tiers."""
 
     checkpoint: Checkpoint | None
     done: int
@@ -88,10 +88,10 @@ class ReachableStates:
         self._changed = self._place = 0
 
     def learn(self, boundaries: Boundaries, tokens: array[int], prompt: int, system: int = 0) -> None:
-        """Notes the states on the path of a finished request. Must be called where the tree may be read.
+        """Records the states on the path of a finished request. Must be called where the tree may be read.
 
-        tokens: keys of its prompt of so many tokens, and of its answer. system: tokens of the system prompt and the
-        tools, if known."""
+        tokens: keys of its prompt and its answer. prompt: number of prompt tokens. system: number of tokens of the
+        system prompt and the tools, if known."""
         path = [*_path(self._tree.match(tokens).checkpoint)]
         if not path or not boundaries.keys:
             return
@@ -108,7 +108,7 @@ class ReachableStates:
         self._learned.append(found)
 
     def learn_end(self, key: int, boundaries: Boundaries) -> None:
-        """Lets a key stand for the end of a request that was just learned, such as that of a stored response."""
+        """Adds a key for the end of the request that was just learned, such as the key of a stored response."""
         if self._learned and boundaries.keys[-1] in (last := self._learned[-1]):
             last[key] = last[boundaries.keys[-1]]
 
@@ -118,7 +118,7 @@ class ReachableStates:
         return not inner or any(key in known for key in inner for known in (self._states, *self._learned))
 
     def refresh(self) -> bool:
-        """As `TierIndex.refresh`, for all tiers. Must be called where the tree may be read."""
+        """Calls `TierIndex.refresh` of all tiers. Must be called where the tree may be read."""
         pending = [tier.refresh() for tier in self._tiers]
         return any(pending)
 
@@ -138,13 +138,13 @@ class ReachableStates:
                 del self._states[key]
             elif any(state.checkpoint and not self._tree.holds(state.checkpoint) for state in states):
                 self._states[key] = tuple(self._without_evicted(states))
-            # prefill gets faster and slower all the time: only a change that matters is one
+            # the speed of prefill always varies a little, so only large changes are reported
             if not 0.8 * seconds <= self._reported.get(key, 0.0) <= 1.25 * seconds:
                 self._change(key, seconds)
         return self._packed(load)
 
     def _saved(self, states: Sequence[_State], token: float) -> float:
-        """Returns the seconds that the deepest state saves that is still there."""
+        """Returns the seconds that the deepest kept state saves; 0 if all are gone."""
         for state in states:
             if state.checkpoint and self._tree.holds(state.checkpoint):
                 return state.done * token
@@ -176,7 +176,7 @@ class ReachableStates:
 
 
 def _position(boundaries: Boundaries, size: int, prompt: int, system: int) -> float:
-    """Returns the tokens up to which a state may belong to a boundary after so many characters."""
+    """Returns the largest token position of a state that may belong to a boundary after `size` characters."""
     head = boundaries.system if 0 < system < prompt and boundaries.system < boundaries.size else 0
     if size == head:
         return system

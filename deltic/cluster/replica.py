@@ -38,22 +38,22 @@ from deltic.server.records import RequestRecord
 log = logging.getLogger("deltic")
 
 STORED_PATHS: Final = "/v1/responses", "/v1/chat/completions"
-"""Their responses can be continued by id."""
+"""Paths with responses that can be continued by id."""
 _RESPONSE_ID: Final = re.compile(rb'"id": ?"((?:resp_|chatcmpl-)[^"]{1,200})"')
 _RECENT: Final = 0.2
-"""Weight of the last second in a figure."""
+"""Weight of the newest value in a smoothed figure."""
 _TRIES, _PAUSE = 20, 0.02
-"""How long the first request of a conversation here waits for a scan of the disk."""
+"""A conversation's first request here waits for a scan of the disk: number of checks, and seconds between them."""
 _LEAST: Final = 0.1
-"""The least part of the time in steps that counts for answers. Prompt tokens take the time of their whole steps."""
+"""Minimum share of the time in steps that counts for answers. Prompt tokens are charged with their whole steps."""
 _RUNNING: Final = 0.25
-"""Part of an answer that counts as queue while it runs: half of it is over, and prompts go between its tokens."""
+"""Fraction of a running answer that counts as queue: half of it is over, and prompts run between its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedReplica:
-    """What a replica serves. app: from `create_app`. worker: of its engine; None for encoders alone. identity: equal
-    for replicas with equal weights. close: frees the model."""
+    """The parts of a loaded replica. app: from `create_app`. worker: the engine's worker; None for encoders alone.
+    identity: equal for replicas with equal weights. close: frees the model."""
 
     app: Starlette
     worker: Worker | None
@@ -63,9 +63,9 @@ class OpenedReplica:
 
 @dataclass(slots=True)
 class LoadMeter:
-    """Measures how fast and how busy an engine is, from its own figures.
+    """Measures the speed and load of an engine, from its own figures.
 
-    token: seconds per prompt token. tokens: prompt tokens per character of a request.
+    token: seconds per prompt token. tokens: prompt tokens per character of a request. answer: seconds per answer.
     """
 
     engine: Engine
@@ -75,12 +75,12 @@ class LoadMeter:
     _before: tuple[float, int, int] = (0.0, 0, 0)
 
     def add(self, prompt: int, boundaries: Boundaries) -> None:
-        """Takes note of the length of a request."""
+        """Records the length of a request in tokens and characters."""
         if boundaries.size:
             self.tokens = _smooth(self.tokens, prompt / boundaries.size)
 
     def read(self, requests: AsyncEngine) -> LoadReport:
-        """Returns the load now. For the event loop's thread."""
+        """Returns the current load. For the event loop's thread."""
         stats, times = self.engine.stats, self.engine.scheduler.times
         now = stats.busy_seconds, stats.prompt_tokens, stats.finished
         busy, prompts, answers = (new - old for new, old in zip(now, self._before, strict=True))
@@ -94,7 +94,7 @@ class LoadMeter:
         return LoadReport(self.queue(requests), self.token * self.tokens, self.answer)
 
     def queue(self, requests: AsyncEngine) -> float:
-        """Returns the seconds of work that wait. For the event loop's thread."""
+        """Returns the seconds of waiting work. For the event loop's thread."""
         waiting, answers = 0, 0.0
         for handle in requests.handles:
             begun = handle.first_token is not None
@@ -131,7 +131,7 @@ class _Call:
         self.messages.put_nowait(message)
 
     async def batches(self) -> AsyncIterator[list[Message]]:
-        """Yields the messages that have come meanwhile."""
+        """Yields lists of the messages that have arrived since the last one."""
         ended = False
         while not ended:
             found = [await self.messages.get()]
@@ -142,7 +142,7 @@ class _Call:
 
 
 class Replica:
-    """The class of the deployment."""
+    """The class that Serve deploys: one replica."""
 
     async def __init__(self, opener: Callable[[Any], OpenedReplica], options: Any,  # type: ignore[misc]
                        prefill: Any = None) -> None:
@@ -185,7 +185,7 @@ class Replica:
                 await asyncio.shield(task)
 
     async def _refresh(self, boundaries: Boundaries) -> None:
-        """Looks for states on a shared disk for a conversation that comes from another replica, which may be gone."""
+        """Scans a shared disk for states if a conversation comes from another replica, which may be gone."""
         worker, states = self._opened.worker, self._states
         if worker is None or states is None or states.knows(boundaries):
             return
@@ -201,7 +201,7 @@ class Replica:
             call.messages.put_nowait(None)
 
     def _observe(self, record: RequestRecord) -> None:
-        """Learns at the end of a request what can be resumed."""
+        """Records at the end of a request the states from which others can resume."""
         run, sent, worker, states = record.run, record.boundaries, self._opened.worker, self._states
         if run is None or sent is None or worker is None or states is None:
             return
@@ -221,7 +221,7 @@ class Replica:
         worker.ask(learn)
 
     async def prefill(self, order: PrefillOrder, boundaries: Boundaries) -> AsyncIterator[Sequence[StoredItem]]:
-        """As `prefilled`, for a decode replica."""
+        """Computes a prompt for a decode replica. Yields the results of `prefilled`."""
         requests, worker, states = self._opened.app.state.engine, self._opened.worker, self._states
         assert worker and states
 
@@ -233,37 +233,37 @@ class Replica:
             yield items
 
     async def whole(self, head: Mapping[str, Any]) -> tuple[str, int, bytes]:
-        """Returns this replica's name, and status and body of a response to a request without a body."""
+        """Handles a request without a body. Returns this replica's name, and the status and body of the response."""
         from ray import serve
 
         messages = [each async for batch in self.request(head, b"", Boundaries()) for each in batch]
         body = b"".join(message.get("body", b"") for message in messages[1:])
         return serve.get_replica_context().replica_id.unique_id, messages[0]["status"], body
 
-    # what Serve calls
+    # methods that Serve calls
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Returns the report for routers, in plain types: the controller that passes it on need not have deltic."""
+        """Returns the report for routers, in plain types: Serve's controller, which forwards it, may lack deltic."""
         if self._states is None:
             return {}
         load = self._meter.read(self._opened.app.state.engine)
         return packed(await asyncio.to_thread(self._states.report, load, self._meter.token))
 
     async def check_health(self) -> None:
-        """Raises an exception if the engine makes no progress: Serve replaces the replica."""
+        """Raises an exception if the engine makes no progress. Serve then replaces the replica."""
         engine = self._opened.app.state.engine if self._opened.worker else None
         if engine and (fault := engine.health().fault):
             raise UnavailableError(fault)
 
     def identity(self) -> dict[str, str]:
-        """Returns what must be equal for all replicas, and where this one is. directory: of the cache, if replicas hand
-        prompts over through it."""
+        """Returns the values that must be equal for all replicas, and this one's node. directory: the cache directory,
+        through which replicas may hand over prompts."""
         worker = self._opened.worker
         directory = directory_of(disk_tier(worker.engine.runtime.cache)) if worker else 0
         return {"identity": self._opened.identity, "node": _node(), "directory": str(directory or "")}
 
     def __del__(self) -> Awaitable[None] | None:
-        """Serve awaits the result once all requests have ended. Python calls it again, for nothing."""
+        """Serve awaits the result after all requests have ended. Python's own later call does nothing."""
         lifespan, self._lifespan = getattr(self, "_lifespan", None), None
         return self._end(lifespan) if lifespan else None
 
@@ -279,7 +279,7 @@ def packed(report: ReachableReport) -> dict[str, Any]:
 
 
 def unpacked(stats: Mapping[str, Any]) -> ReachableReport:
-    """Returns the report that `packed` was given."""
+    """Returns the report from the result of `packed`."""
     keys, seconds = array("Q"), array("f")
     keys.frombytes(stats["keys"])
     seconds.frombytes(stats["seconds"])

@@ -1,12 +1,12 @@
-"""Chooses the replica of a request: the seconds that its states save, against the seconds of its queue. No torch.
+"""Chooses the replica of a request, by the seconds that its states save and the seconds of its queue. No torch.
 
     score = seconds saved by the deepest state that the request can resume from
           - seconds of work that wait on the replica
-          - a part of the work that it has got beyond its share
+          - a fraction of the work that the replica has received beyond its share
 
 Candidates are the holders of the request's deepest known boundaries and the replicas with the least work, so a
-decision costs the same with 10 replicas as with 1,000. Until a replica reports, the router assumes that it keeps what
-it was sent.
+decision costs the same with 10 replicas as with 1,000. Until a replica reports, the router assumes that it keeps the
+states of all requests that it was sent.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from deltic.cluster.boundaries import Boundaries
 from deltic.cluster.reachable import LoadReport, ReachableReport
 
 MOST_KEYS: Final = 1 << 20
-"""Boundaries that a router knows; with one holder each takes about 160 bytes."""
+"""Maximum number of boundaries that a router knows; a boundary with one holder takes about 160 bytes."""
 _LEVELS: Final = 3
-"""Known boundaries of a request, from the deepest, whose holders are compared."""
+"""Number of known boundaries of a request, from the deepest on, that provide candidates."""
 _HOLDERS: Final = 8
-"""Holders of one boundary that are compared. Of more, so many are drawn."""
+"""Maximum number of holders of one boundary that are compared. If there are more, a random sample is compared."""
 _LEAST: Final = 4
-"""Replicas with the least work that are compared."""
+"""Number of replicas with the least work that are compared."""
 WORTH: Final = 3.0
-"""Weight of a second saved. Work that is done twice delays this request and all that come behind it: 1 / (1 - r) times
-as much in all, with a replica that is busy for a share r of the time. And the conversation's next turns follow it."""
+"""Weight of a saved second. Work that is done twice delays this request and all requests behind it: 1 / (1 - r) times
+as much in all, on a replica that is busy for a share r of the time. The conversation's next turns go there, too."""
 _BALANCE: Final = 0.05
-"""Part of the work beyond its share that counts against a replica: without load it decides who gets what is new, and so
-spreads prefixes over all memory."""
+"""Fraction of the work beyond its share that counts against a replica. Without load it decides the replica of a new
+prefix, and so spreads prefixes over the memory of all replicas."""
 _SHARE_SECONDS: Final = 60.0
-"""Seconds of work that a replica may be behind its share: one that was idle for long is not flooded."""
+"""Maximum seconds of work by which a replica may be behind its share, so that a long idle replica is not flooded."""
 
 
 @dataclass(slots=True, eq=False)
 class ReplicaLoad:
-    """What a router knows of a replica.
+    """The router's record of a replica.
 
-    reported: seconds of work of the last report. answered: of that, what has ended since. sent: seconds of the requests
-    since then that run. total: seconds of all work that it was ever sent. epoch: reports so far. seen: changes so far.
+    reported: seconds of work in the last report. answered: seconds of it that ended since then. sent: seconds of
+    running requests sent since then. total: seconds of all work ever sent. epoch: reports so far. seen: changes so far.
     """
 
     name: str
@@ -59,14 +59,14 @@ class ReplicaLoad:
 
     @property
     def queue(self) -> float:
-        """Seconds of work that wait."""
+        """Seconds of waiting work."""
         return max(self.reported - self.answered, 0.0) + self.sent
 
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
-    """A request that was sent to a replica. saved: seconds that its states were expected to save. cost: seconds of work
-    that it was expected to be."""
+    """A request and its replica. saved: expected seconds that the replica's states save. cost: expected seconds of
+    work. epoch: the replica's epoch when it was sent."""
 
     replica: ReplicaLoad
     saved: float
@@ -76,8 +76,8 @@ class RoutedRequest:
 
 @dataclass(slots=True, eq=False)
 class Holders:
-    """The replicas that hold a boundary, and the seconds that this saves, by their numbers. order: their numbers, and
-    perhaps those of former holders, to draw from."""
+    """The replicas that hold a boundary. seconds: saved seconds by replica number. order: numbers of holders, and
+    perhaps of former holders, to sample from."""
 
     seconds: dict[int, float] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Holders:
         self.seconds[number] = seconds
 
     def some(self, random: Random) -> Iterator[int]:
-        """Yields some holders."""
+        """Yields the numbers of some holders."""
         if len(self.order) <= _HOLDERS:
             yield from self.seconds
         else:
@@ -98,8 +98,8 @@ class Holders:
 
 
 class KeyIndex:
-    """The holders of boundaries, in bounded memory: two generations. When the younger one has half of all boundaries,
-    the older one is dropped. A boundary that is used moves to the younger one."""
+    """The holders of boundaries, in bounded memory. There are two generations: when the younger one has half of the
+    maximum, the older one is dropped. `put` moves a boundary to the younger one."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -110,7 +110,7 @@ class KeyIndex:
         return len(self._young) + len(self._old)
 
     def get(self, key: int) -> tuple[int, float] | Holders | None:
-        """Returns the only holder and the seconds that it saves, or all holders."""
+        """Returns the only holder of a boundary and the seconds that it saves, or all holders; None if unknown."""
         return self._young.get(key) or self._old.get(key)
 
     def put(self, key: int, number: int, seconds: float) -> None:
@@ -127,7 +127,7 @@ class KeyIndex:
         self._young[key] = known if isinstance(known, Holders) else (number, seconds)
 
     def drop(self, key: int, number: int) -> None:
-        """Removes a holder."""
+        """Removes a holder of a boundary."""
         for generation in (self._young, self._old):
             known = generation.get(key)
             if isinstance(known, Holders):
@@ -144,7 +144,7 @@ class StateRouter:
         self.replicas: dict[str, ReplicaLoad] = {}
         self._numbers: dict[int, ReplicaLoad] = {}
         self._random = Random(seed)
-        self._heap: list[tuple[float, int]] = []  # with outdated entries
+        self._heap: list[tuple[float, int]] = []  # (rank, number); some entries are outdated
         self._next = 0
         self._total = 0.0
         self._speed = LoadReport()
@@ -152,7 +152,7 @@ class StateRouter:
     # replicas
 
     def set_replicas(self, names: Sequence[str]) -> None:
-        """Takes note of replicas that have come and gone. What the others are known to hold stays."""
+        """Adds new replicas, and removes replicas that are gone. Keeps the known boundaries of the others."""
         for name in self.replicas.keys() - set(names):
             gone = self.replicas.pop(name)
             gone.live = False
@@ -168,7 +168,7 @@ class StateRouter:
                 self._moved(replica)
 
     def report(self, name: str, report: ReachableReport) -> None:
-        """Takes note of a replica's report."""
+        """Applies a replica's report."""
         replica = self.replicas.get(name)
         if replica is None:
             return
@@ -190,8 +190,8 @@ class StateRouter:
     # requests
 
     def choose(self, boundaries: Boundaries) -> RoutedRequest | None:
-        """Returns the best replica for a request, and what is expected of it; None without replicas. It counts when
-        `sent` is called."""
+        """Returns the best replica for a request, with the expected savings and cost; None without replicas. The
+        request counts as sent only after `sent`."""
         saved = self._savings(boundaries)
         best, score, kept = None, 0.0, 0.0
         share = self._share()
@@ -206,7 +206,7 @@ class StateRouter:
         return RoutedRequest(best, kept, cost)
 
     def sent(self, request: RoutedRequest, boundaries: Boundaries) -> None:
-        """Notes that a request was sent to the replica that was chosen for it."""
+        """Records that a request was sent to the replica that was chosen for it."""
         replica = request.replica
         request.epoch = replica.epoch
         replica.sent += request.cost
@@ -220,7 +220,7 @@ class StateRouter:
                 self.index.put(key, replica.number, size * character)
 
     def ended(self, request: RoutedRequest) -> None:
-        """Notes that a request has ended, with an answer or an error."""
+        """Records that a request has ended, with an answer or an error."""
         replica = request.replica
         if request.epoch == replica.epoch:
             replica.sent = max(replica.sent - request.cost, 0.0)
@@ -229,14 +229,14 @@ class StateRouter:
         self._moved(replica)
 
     def redirect(self, request: RoutedRequest, name: str) -> RoutedRequest:
-        """Returns the request for another replica, which has got it because the chosen one has no room."""
+        """Returns the request with another replica, which received it because the chosen one had no room."""
         replica = self.replicas.get(name)
         if replica is None or replica is request.replica:
             return request
         return RoutedRequest(replica, 0.0, request.cost + request.saved)
 
     def _savings(self, boundaries: Boundaries) -> dict[int, float]:
-        """Returns the seconds that some live replicas save, by their numbers."""
+        """Returns the seconds that some live replicas save, by replica number."""
         found: dict[int, float] = {}
         levels = 0
         for key in reversed(boundaries.keys):
@@ -271,7 +271,7 @@ class StateRouter:
         return [number for _, number in found]
 
     def _moved(self, replica: ReplicaLoad) -> None:
-        """Puts a replica in order by its work."""
+        """Updates a replica's place in the order of work."""
         if not replica.live:
             return
         replica.rank = replica.queue + _BALANCE * replica.total
@@ -281,5 +281,5 @@ class StateRouter:
             heapq.heapify(self._heap)
 
     def _share(self) -> float:
-        """Returns the work that each replica would have got, had all got as much."""
+        """Returns the seconds of work of each replica if all had received the same."""
         return self._total / len(self.replicas) if self.replicas else 0.0

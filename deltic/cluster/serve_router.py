@@ -1,4 +1,4 @@
-"""The state-aware router as a request router of Ray Serve. Every process with a handle has one."""
+"""The state-aware router as a request router of Ray Serve. Every process with a handle has its own router."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from deltic.cluster.replica import unpacked
 from deltic.cluster.router import MOST_KEYS, RoutedRequest, StateRouter
 
 _MOST_CHOSEN = 10_000
-"""Requests that wait for their replica. Nothing more is heard of one that is cancelled meanwhile."""
+"""Maximum number of chosen requests that are remembered: Serve does not report requests that are cancelled then."""
 
 
 class StateAwareRouter(RequestRouter):  # type: ignore[misc]
-    """Sends a request where its states save more seconds than the queue costs."""
+    """Sends a request to the replica with the best balance of seconds saved by its states and seconds of its queue."""
 
     queue_len_response_deadline_s = 1.0
-    """Seconds in which the chosen replica says whether it takes more. Serve's 0.1 is short for a busy machine, and
+    """Timeout in seconds for the chosen replica to accept a request. Serve's 0.1 is short for a busy machine, and
     another replica would have to compute the prompt."""
     max_queue_len_response_deadline_s = 4.0
 
     def initialize_state(self, most_keys: int = MOST_KEYS) -> None:
-        """most_keys: boundaries to know; about 160 bytes each."""
+        """most_keys: maximum number of known boundaries; each takes about 160 bytes."""
         self._states = StateRouter(most_keys)
         self._reported: dict[str, float] = {}
         self._by_name: dict[str, RunningReplica] = {}
@@ -57,7 +57,7 @@ class StateAwareRouter(RequestRouter):  # type: ignore[misc]
             self._states.ended(request)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Serve calls it when replicas come and go, and when they have reported."""
+        """Called by Serve when replicas start, end or report."""
         super().update_replicas(replicas)
         self._by_name = {replica.replica_id.to_full_id_str(): replica for replica in replicas}
         self._states.set_replicas([*self._by_name])

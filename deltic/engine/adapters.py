@@ -22,15 +22,15 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][\w.\-/]{0,199}")
 
 
 class AdapterError(RequestError):
-    """An adapter is not there, or cannot be used."""
+    """An adapter is not loaded, or cannot be used."""
 
     def __init__(self, message: str, param: str = "lora_name") -> None:
         super().__init__(message, param)
 
 
 class AdapterSet:
-    """The adapters of one model. A request holds the adapter that it began with, so that unloading ends no request: the
-    memory is free after the last one."""
+    """The adapters of one model. A request holds the adapter that it began with, so that unloading ends no request: an
+    adapter's memory is freed after its last request."""
 
     def __init__(self, runtime: Model) -> None:
         self._runtime, self._limits = runtime, runtime.options.limits
@@ -39,7 +39,7 @@ class AdapterSet:
         self._times: dict[str, int] = {}
 
     def entries(self) -> list[tuple[str, int]]:
-        """Returns name and time of loading of each adapter."""
+        """Returns each adapter's name and the time at which it was loaded."""
         with self._lock:
             return [*self._times.items()]
 
@@ -56,8 +56,8 @@ class AdapterSet:
         return found
 
     def load(self, name: str, path: str | Path, replace: bool = False) -> Adapter:
-        """Reads an adapter, one at a time. replace: another one of this name may be loaded already. Raises AdapterError
-        or ModelError with the reason why it cannot be used; then nothing has changed."""
+        """Loads an adapter; concurrent calls load one after the other. replace: replace an adapter that has this name.
+        Raises AdapterError or ModelError with the reason why it cannot be used; then nothing has changed."""
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise AdapterError(f"{show(name)} is no name for an adapter: up to 200 letters, digits and ._-/ that begin "
                                "with a letter or digit")
@@ -108,7 +108,7 @@ class AdapterSet:
 
 
 def obstacle(runtime: Model) -> str | None:
-    """Returns the reason why a model's steps cannot add the terms of adapters; None if they can."""
+    """Returns the reason why a model's steps cannot compute adapters; None if they can."""
     if not isinstance(runtime, ModelRunner):
         return "it is compiled"
     options = runtime.options
@@ -124,8 +124,8 @@ def obstacle(runtime: Model) -> str | None:
 
 
 def open_adapters(runtime: Model, given: Any) -> AdapterSet:
-    """Returns a model's adapters, and loads the given ones. Raises ConfigError naming one that cannot be loaded.
-    given: the directories by name."""
+    """Loads the given adapters, and returns the set of a model's adapters. Raises ConfigError with the name of an
+    adapter that cannot be loaded. given: the directories by name."""
     found = AdapterSet(runtime)
     for name, path in as_adapters(given).items():
         try:

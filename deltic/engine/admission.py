@@ -1,4 +1,4 @@
-"""From a request to its sequences. A request is checked once, when it arrives; an error names the field."""
+"""Checks requests and makes their sequences. A request is checked once, when it arrives; an error names the field."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from deltic.engine.sequence import Repeats, Sequence
 from deltic.errors import LongPromptError, RequestError, context_bound, too_long
 from deltic.params import Embed, EngineRequest, Prompt, SamplingParams, content_keys
 
-_SALTED = 2  # keys: 126 bits of hashes
+_SALTED = 2  # number of keys that are hashed with the salt: 126 bits
 _NO_TOKENS = SamplingParams(temperature=0.0, max_tokens=0, max_repeat=0)
 """The sampling parameters of a request for a vector."""
 
 
 def keys_of(request: EngineRequest, vocabulary: int, max_context: int, pictures: bool) -> array[int]:
-    """Returns the keys of its prompt, not yet salted. Raises RequestError if it cannot be served. vocabulary: tokens of
-    the model. max_context: upper bound for prompt and answer. pictures: the model has a vision tower."""
+    """Returns the keys of a request's prompt, not yet salted. Raises RequestError if it cannot be served. vocabulary:
+    its size. max_context: upper bound for prompt and answer. pictures: the model has a vision tower."""
     if not request.prompt:
         raise RequestError("the prompt is empty: give at least one token", "prompt")
     if len(request.prompt) >= max_context:
@@ -61,8 +61,8 @@ def salted(keys: array[int], salt: str, public: Iterable[array[int]] = ()) -> ar
 
 def new_sequence(request: EngineRequest, choice: int, seed: int | None, keys: array[int], max_context: int,
                  eos: frozenset[int], spacing: int) -> Sequence:
-    """Returns the sequence of one choice. seed: that of the request's other choices. keys: those of the prompt. eos:
-    ids that end an answer of this model. spacing: tokens between checkpoints of a long prompt."""
+    """Returns the sequence of one choice. seed: the seed of the other choices. keys: the keys of the prompt. eos: ids
+    that end an answer of this model. spacing: tokens between checkpoints of a long prompt."""
     params, prompt = request.output if isinstance(request.output, SamplingParams) else _NO_TOKENS, request.ids
     if seed is None:
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -92,7 +92,7 @@ def new_sequence(request: EngineRequest, choice: int, seed: int | None, keys: ar
 
 
 def _array(ids: tuple[int, ...]) -> array[int] | None:
-    """None if an id does not fit 64 bits."""
+    """Returns the ids as an array; None if an id does not fit 64 bits."""
     try:
         return array("q", ids)
     except OverflowError:

@@ -17,8 +17,8 @@ _BYTES = (bytes, bytearray, memoryview)
 
 
 def engine_config(options: Mapping[str, Any], others: Sequence[str] = ()) -> EngineConfig:
-    """Returns the EngineConfig of keyword options. ConfigError names an unknown option and the known ones. others:
-    further options of the caller."""
+    """Returns the EngineConfig of keyword options. Raises ConfigError that names an unknown option and the known ones.
+    others: further options of the caller."""
     known = [f.name for f in fields(EngineConfig)]
     for name in options:
         if name not in known:
@@ -27,12 +27,12 @@ def engine_config(options: Mapping[str, Any], others: Sequence[str] = ()) -> Eng
 
 
 def settled(options: EngineConfig) -> EngineConfig:
-    """Returns the options with a definite device. ConfigError names an option that does not suit it."""
+    """Returns the options with a definite device. Raises ConfigError that names an option which does not suit it."""
     return replace(options, device=capabilities.find_device()) if options.device == AUTO else options
 
 
 def as_messages(messages: Any, least: int = 1) -> Sequence[Mapping[str, Any]]:
-    """A conversation: its messages, or one user message as text. least: how many there must be."""
+    """Returns a conversation, given as messages or as one user message in text. least: minimum number of messages."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     if not _is_list(messages):
@@ -51,7 +51,7 @@ def as_messages(messages: Any, least: int = 1) -> Sequence[Mapping[str, Any]]:
 
 
 def as_prompts(prompts: Any) -> list[str | list[int] | Prompt]:
-    """Texts, lists of token ids, or Prompts."""
+    """Returns prompts, given as texts, lists of token ids, or Prompts."""
     prompts = _listed(prompts)
     if isinstance(prompts, str | Prompt) or (_is_list(prompts) and len(prompts) and _id(prompts[0]) is not None):
         raise RequestError("generate takes a list of prompts: put the prompt into a list", "prompts")
@@ -61,7 +61,7 @@ def as_prompts(prompts: Any) -> list[str | list[int] | Prompt]:
 
 
 def as_prompt(prompt: Any, name: str = "prompt") -> str | list[int] | Prompt:
-    """A text, a list of token ids, or a Prompt."""
+    """Returns a prompt, given as text, a list of token ids, or a Prompt."""
     if isinstance(prompt, str | Prompt):
         return prompt
     prompt = _listed(prompt)
@@ -76,7 +76,7 @@ def as_prompt(prompt: Any, name: str = "prompt") -> str | list[int] | Prompt:
 
 
 def as_texts(texts: Any, name: str) -> Sequence[Any]:
-    """A list, of what should be texts."""
+    """Returns a list of texts as a list; the elements are not checked."""
     texts = _listed(texts)
     if not _is_list(texts):
         fix = "put the text into a list" if isinstance(texts, str) else "write list(...) of what gives texts"
@@ -85,7 +85,7 @@ def as_texts(texts: Any, name: str) -> Sequence[Any]:
 
 
 def as_sampling(sampling: Any, count: int) -> list[SamplingParams]:
-    """One SamplingParams for each of so many prompts."""
+    """Returns one SamplingParams for each of `count` prompts."""
     if not _is_list(sampling):
         return [as_params(sampling)] * count
     given = [as_params(params, f"sampling[{place}]") for place, params in enumerate(sampling)]
@@ -102,14 +102,14 @@ def as_params(sampling: Any, name: str = "sampling") -> SamplingParams:
 
 
 def as_salt(cache_salt: Any) -> str:
-    """The salt of a call's cached prefixes; "" for none."""
+    """Returns the salt of a call's cached prefixes; "" for none."""
     if cache_salt == "":
         raise RequestError("cache_salt is empty: give at least one character, or leave it out", "cache_salt")
     return "" if cache_salt is None else valid_text(cache_salt, "cache_salt")
 
 
 def as_adapters(lora: Any) -> dict[str, str | Path]:
-    """The directories of adapters by their names."""
+    """Returns the directories of adapters by name."""
     if lora is not None and not (isinstance(lora, Mapping) and all(
             isinstance(name, str) and isinstance(path, str | Path) for name, path in lora.items())):
         raise ConfigError(f'lora must map names of adapters to their directories, {{"name": "path"}}, not {show(lora)}',
@@ -118,7 +118,7 @@ def as_adapters(lora: Any) -> dict[str, str | Path]:
 
 
 def as_processors(processors: Any) -> tuple[LogitsProcessor, ...]:
-    """The functions that a call gives to change logits."""
+    """Returns a call's functions that change logits."""
     if processors is not None and not (_is_list(processors) and all(map(callable, processors))):
         raise RequestError("logits_processors must be a list of functions of (token ids, logits), not "
                            f"{show(processors)}", "logits_processors")
@@ -126,7 +126,7 @@ def as_processors(processors: Any) -> tuple[LogitsProcessor, ...]:
 
 
 def as_variables(variables: Any, thinking: Any) -> dict[str, Any]:
-    """The variables of a chat template, thinking among them if it is given."""
+    """Returns the variables of a chat template, including `enable_thinking` if thinking is given."""
     if variables is not None and not (isinstance(variables, Mapping) and all(isinstance(k, str) for k in variables)):
         raise RequestError(f"variables must map names of template variables to values, not {show(variables)}",
                            "variables")
@@ -136,7 +136,7 @@ def as_variables(variables: Any, thinking: Any) -> dict[str, Any]:
 
 
 def check_options(call: str, options: Mapping[str, Any], known: Iterable[str]) -> None:
-    """TypeError, as of any function, for a keyword that a call does not take."""
+    """Raises TypeError for a keyword that a call does not take, as any Python function does."""
     for name in options:
         if name not in known:
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}; there are {', '.join(known)}")
@@ -159,7 +159,7 @@ def check_flag(flag: Any, name: str) -> None:
 
 
 def _listed(value: Any) -> Any:
-    """Arrays and tensors as lists."""
+    """Returns arrays and tensors as lists, and other values unchanged."""
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, _BYTES) else value
 
 
@@ -168,7 +168,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _id(value: Any) -> int | None:
-    """An integer of whatever kind; None for everything else."""
+    """Returns an integer of any type as int; None for everything else."""
     if type(value) is int:
         return value
     try:

@@ -1,9 +1,9 @@
-"""Schedules the step behind one in flight, before the host has its tokens: the rules of async scheduling.
+"""Async scheduling: schedules the step after the one in flight, before the host has the tokens of the one in flight.
 
-Nothing in such a step may depend on a token's value on the host. K/V lies past the cursor, and updates of states stay
-in delta logs or go to the sequences' own slots. If a sequence turns out to have ended, the slot may therefore hold one
-token more than its cursor says: the token that ended it. That token is committed, too, and the state is kept once the
-step is known to be finite (`Engine._forget`). A sequence that pauses waits for the step.
+On the host, nothing in such a step may depend on the value of these tokens. The new K/V lies past the cursor; state
+updates stay in the delta logs or go to the sequences' own slots. If a sequence turns out to have ended, its slot may
+therefore contain one token more than its cursor counts: the token that ended it. That token is committed, too, and the
+state is kept once the step is known to be finite (`Engine._forget`). `Engine.pause` waits for the step.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from deltic.spec_decode.controller import SpeculationController
 from deltic.spec_decode.mtp import PendingDrafts
 
 _LONG = 4
-"""A step is long if it processes more prompt tokens than this fraction of the token budget."""
+"""A step is long if it processes more prompt tokens than one `_LONG`-th of the token budget."""
 _MAX_COMPARED = 8
-"""Waiting sequences whose prompts are compared with those of a step."""
+"""Number of waiting sequences that are compared with the prompts of a step."""
 
 
 class AsyncStep(NamedTuple):
-    """A step, the sequence of each row, and the drafts of its rows, which only the device has."""
+    """A step plan, the sequence of each row, and the drafts of the rows, which only the device has."""
 
     plan: StepPlan
     sequences: list[Sequence]
@@ -36,15 +36,15 @@ class AsyncStep(NamedTuple):
 
 
 def schedule_async(scheduler: Scheduler, flight: InFlight, speculator: SpeculationController) -> AsyncStep | None:
-    """The step after the one in flight, whose processed tokens are committed, but for drafts. None if it depends on
-    tokens that the host does not have yet."""
+    """Returns the step after the one in flight; None if it depends on tokens that the host does not have yet. The
+    inputs of the step in flight are committed already, except for drafts."""
     if any(each.draft_tokens for each in flight.scheduled):
         return _behind_drafts(scheduler, flight, speculator)
     return _behind_tokens(scheduler, flight, speculator)
 
 
 def _behind_tokens(scheduler: Scheduler, flight: InFlight, speculator: SpeculationController) -> AsyncStep | None:
-    """Sequences that draw a token now take it from the device; all others process prompts, whose tokens are known."""
+    """Schedules rows after a step without drafts: decode rows take their token from the device; all others prefill."""
     cache, live = scheduler.cache, [each for each in flight.scheduled if each.live]
     drawing = [each for each in live if each.draw is not None]
     sequences = {each.sequence for each in drawing}
@@ -57,13 +57,13 @@ def _behind_tokens(scheduler: Scheduler, flight: InFlight, speculator: Speculati
     leaving = sequences - {each.sequence for each in going}
     places = min(scheduler.max_batch - len(scheduler.running) + len(leaving), len(scheduler.waiting))
     if places and any(_leaves_state_for(scheduler.waiting, each) for each in live):
-        return None  # that state can be resumed once this step is known to be finite
+        return None  # the state can be resumed only once the step in flight is known to be finite
     alone = not others and not places
     if not alone and flight.prompt_tokens > scheduler.token_budget // _LONG:
-        return None  # a request that comes now would wait for two long steps
+        return None  # a request that arrives now would wait for two long steps
     deferring = alone and scheduler.defers_state_writes(len(going))
     if deferring and any(each.sequence.adapter for each in going):
-        return None  # these rows write their states, and need steps of their own
+        return None  # rows with adapters write their states, and need steps of their own
     if alone and not deferring and any(each.cache.unflushed for each in drawing):
         return None
     full = [each.cache for each in going if each.cache.done == each.cache.covered]
@@ -86,15 +86,15 @@ def _behind_tokens(scheduler: Scheduler, flight: InFlight, speculator: Speculati
 
 
 def _behind_drafts(scheduler: Scheduler, flight: InFlight, speculator: SpeculationController) -> AsyncStep | None:
-    """Verifies what is drafted behind a step that has drafts itself. The device finds where each row begins, so no
-    sequence may come or go. Pages are reserved, and the delta log has room, for the case that all drafts are right."""
+    """Schedules the drafts that follow a step with drafts. The device finds the position at which each row begins, so
+    no sequence may join or leave. Pages and delta log have room for the case that all drafts are right."""
     cache, scheduled = scheduler.cache, flight.scheduled
     if scheduler.waiting or len(scheduled) != len(scheduler.running) or not all(map(_drafts_on, scheduled)):
         return None
     count = speculator.drafts_behind(flight)
     if not count or not all(_has_room(each, count) for each in scheduled):
         return None
-    # room for the drafts behind this step, too
+    # room for the drafts after this step, too
     room = [(each.cache, each.tokens + 2 * count + 1) for each in scheduled]
     if any(cache.reserve(sequence_cache, tokens) < tokens for sequence_cache, tokens in room):
         return None
@@ -136,7 +136,7 @@ def _has_room(each: ScheduledSequence, count: int) -> bool:
 
 
 def _drafts_on(each: ScheduledSequence) -> bool:
-    """True if what follows the row's drafts is drafted already."""
+    """True if the tokens after the row's drafts are drafted already, and need nothing from the host."""
     row = each.row
     if row is None or not row.append or not row.drafts:
         return False
@@ -144,16 +144,16 @@ def _drafts_on(each: ScheduledSequence) -> bool:
 
 
 def _needs_no_host(each: ScheduledSequence) -> bool:
-    """True if sampling needs no host-side input (no grammar, penalty, processor or fork), and nothing but the token
-    follows from it."""
+    """True if sampling needs no host-side input (no grammar, penalty, processor or fork), and its only result is the
+    token."""
     sequence = each.sequence
     return not (sequence.needs_fork or each.scores or sequence.guide or sequence.constraint or changes_logits(sequence)
                 or sequence.request.logits_processors)
 
 
 def _leaves_state_for(waiting: Iterable[Sequence], each: ScheduledSequence) -> bool:
-    """True if a waiting sequence could resume from a state that this sequence's prompt leaves. If many wait, that is
-    assumed."""
+    """True if a waiting sequence could resume from a checkpoint of this sequence's prompt. Assumed if more than
+    `_MAX_COMPARED` sequences wait."""
     if not each.cache.checkpoint_slots:
         return False
     first, known = min(each.cache.checkpoint_slots), each.sequence.prompt_keys
@@ -162,5 +162,5 @@ def _leaves_state_for(waiting: Iterable[Sequence], each: ScheduledSequence) -> b
 
 
 def _prefills_on(sequence: Sequence) -> bool:
-    """True if a sequence that draws nothing goes on with prompt tokens that need nothing from the host."""
+    """True if a sequence that draws no token continues with prompt tokens that need nothing from the host."""
     return sequence.reading and sequence.images.first_unencoded is None and not sequence.scoring

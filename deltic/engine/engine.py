@@ -44,7 +44,7 @@ _ALL_FORBIDDEN = ("no token is left to choose from: logit_bias forbids every one
               "those that min_tokens forbids too; allow at least one more")
 
 _MAX_EMBEDS_BYTES = 256 << 20
-"""Bytes of image embeddings that are kept for prompts that wait, or that show the same image."""
+"""Upper bound in bytes for image embeddings that are kept for waiting prompts and for prompts with the same image."""
 
 
 class Engine:
@@ -52,8 +52,8 @@ class Engine:
 
     def __init__(self, runtime: Model, drafter: Proposer | None = None, depth: DraftLength | None = None,
                  overlap: bool | None = None) -> None:
-        """drafter, depth: propose tokens, and decide how many; default: as the runtime's options say. overlap: launch
-        each step before the one in flight is collected; default: as the runtime's device allows."""
+        """drafter: proposes draft tokens. depth: chooses their number. Both default to the runtime's options. overlap:
+        launch each step before the one in flight is collected (async scheduling); default: if the device can."""
         self.runtime, self.stats, self.meter = runtime, EngineStats(), TokenMeter()
         options = runtime.options
         longest = None if options.max_stall_ms is None else options.max_stall_ms / 1000
@@ -68,7 +68,7 @@ class Engine:
         self.overlap = runtime.capabilities.overlaps if overlap is None else overlap
         self._flight: InFlight | None = None
         self._finite: dict[Sequence, ScheduledSequence] = {}
-        """Sequences that have drawn a token from finite logits since their checkpoints were committed."""
+        """Sequences that have drawn a token from finite logits, and have checkpoints that are not in the tree yet."""
         self._spacing = grid_spacing(runtime.cache.sizes.slot_tokens)
         self._sequences: dict[str, list[Sequence]] = {}
         self._events: list[Event] = []
@@ -96,7 +96,7 @@ class Engine:
         self.scheduler.add(first)
 
     def keys_of(self, request: EngineRequest) -> array[int]:
-        """Returns the keys of its prompt. Raises RequestError if it cannot be served. Thread-safe."""
+        """Returns the keys of a request's prompt. Raises RequestError if the request cannot be served. Thread-safe."""
         if isinstance(request.output, Embed) and self.runtime.options.batch_invariant:
             raise RequestError("this model was loaded with batch_invariant, which is for answers: load it without for "
                                "vectors", "output")
@@ -112,8 +112,8 @@ class Engine:
 
     @contextmanager
     def resting_cache(self) -> Iterator[HybridCache]:
-        """Lends the cache, with all checkpoints in its tree, for a `with` block. What is queued meanwhile is carried
-        out at its end."""
+        """Yields the cache for a `with` block, with all checkpoints in its tree. Cache operations that are queued in
+        the block are carried out at its end."""
         self._commit_checkpoints()
         yield self.runtime.cache
         self._failures.flush()
@@ -130,8 +130,8 @@ class Engine:
         return progress(self._sequences.get(request.id, []), len(request.prompt))
 
     def pause(self, request: str) -> None:
-        """Takes a request's places until `resume`. What it has processed stays cached while there is room. Its answers
-        do not change. Does nothing for unknown and paused requests."""
+        """Removes a request's sequences from the batch until `resume`. Their processed tokens stay cached while there
+        is room. The answers do not change. Does nothing for unknown and paused requests."""
         if any(self._ahead(sequence) for sequence in self._sequences.get(request, ())):
             self._collect_flight()
         self._commit_checkpoints()
@@ -141,12 +141,12 @@ class Engine:
         self._failures.flush()
 
     def resume(self, request: str) -> None:
-        """Queues a paused request again, before later ones. Does nothing for others."""
+        """Queues a paused request again, before requests that arrived later. Does nothing for other requests."""
         for sequence in self._sequences.get(request, ()):
             self.scheduler.resume(sequence)
 
     def step(self) -> list[Event]:
-        """Collects one step, and returns the events since the last call."""
+        """Completes one step, and returns the events since the last call. With `overlap`, launches the next one."""
         began, before, prompt_tokens = time.perf_counter(), self.launcher.seconds, self.stats.prompt_tokens
         self._commit_checkpoints()
         flight, self._flight = self._flight, None
@@ -168,7 +168,7 @@ class Engine:
         return events
 
     def _complete(self, flight: InFlight, finish: Callable[[InFlight], None]) -> None:
-        """Finishes a step, and releases what its sequences that have ended before still own."""
+        """Finishes a step, and releases the caches of its sequences that had already ended."""
         try:
             if flight.error:
                 raise flight.error
@@ -194,8 +194,8 @@ class Engine:
         self._collect(flight)
 
     def _finish_overlapped(self, flight: InFlight) -> None:
-        """As `_finish`, but launches the next step before it waits for the tokens of this one, so that the device does
-        not wait for the host. That step is None if it depends on these tokens."""
+        """Works like `_finish`, but launches the next step before it waits for the tokens of this one, so that the
+        device does not wait for the host. Launches none if the next step depends on these tokens."""
         self._commit(flight)
         self._flight = self._launch_async(flight)
         self._collect(flight)
@@ -213,7 +213,7 @@ class Engine:
             assert self.runtime.cache.idle, "a finished or paused sequence still has a cache"
 
     def close(self) -> None:
-        """Waits until the cache's tiers have everything. The engine must not be used afterwards."""
+        """Waits until the cache's tiers have stored everything. The engine must not be used afterwards."""
         self._known.close()
         if self._flight:
             self._release_left(self._flight)
@@ -224,7 +224,7 @@ class Engine:
                 offload.close()
 
     def _launch(self) -> InFlight | None:
-        """Drafts, schedules and launches a step; None if there is nothing to do."""
+        """Drafts, schedules and launches a step. Returns None if there is nothing to do."""
         self._failures.recover()
         self.launcher.masks.begin(self.scheduler.running)
         drafting = self.speculator.draft()
@@ -238,7 +238,7 @@ class Engine:
             self._failures.recover()
             return None
         pending = self.speculator.pending
-        if pending and not pending.covers(sequences):  # there are no drafts for a sequence that was added
+        if pending and not pending.covers(sequences):  # a sequence was added that has no drafts
             plan, sequences = pending.resolve(plan, sequences)
             pending = None
         ready = self._known.ready(self.scheduler.running, self._fail)
@@ -248,7 +248,7 @@ class Engine:
         return flight if flight.scheduled or flight.error else None
 
     def _launch_async(self, flight: InFlight) -> InFlight | None:
-        """Schedules and launches the step after the one in flight; None if it depends on that one's tokens."""
+        """Schedules and launches the step after `flight`. Returns None if it depends on the tokens of `flight`."""
         step = schedule_async(self.scheduler, flight, self.speculator)
         if step is None or self._failures.gives_up(step.plan):
             return None
@@ -262,11 +262,11 @@ class Engine:
         if all(row.drawn is not None or row.drafts for row in step.plan.rows):
             following.drafting = step.sequences if self.speculator.drafter else ()
         else:
-            flight.drafting = ()  # from here on its time is not that of a decode step
+            flight.drafting = ()  # its measured time is no longer that of a decode step
         return following
 
     def _draft_on(self, following: InFlight) -> None:
-        """Starts the drafts behind a step whose own drafts were pending, once the step before it is collected."""
+        """Starts to draft after a step that verifies pending drafts. Called when the step before it is collected."""
         following.resolve_positions()
         if all(each.live for each in following.scheduled):
             self.speculator.draft_ahead(following)
@@ -312,8 +312,8 @@ class Engine:
                 self._fail_for(sequence, error)
 
     def _commit_checkpoints(self) -> None:
-        """Puts the checkpoints of sequences with finite logits into the tree: after their tokens are out, because a
-        long prompt has many pages, and before the tree is used."""
+        """Puts the checkpoints of sequences with finite logits into the tree. Called after their tokens are emitted,
+        because a long prompt has many pages, and before the tree is used."""
         while self._finite:
             sequence, each = self._finite.popitem()
             try:
@@ -346,7 +346,7 @@ class Engine:
             self.speculator.timed(flight.plan, seconds, sum(event.token is not None for event in self._events))
 
     def _accept(self, each: ScheduledSequence, sampled: SampledTokens, place: int) -> None:
-        """Appends the tokens that were sampled for a sequence, from `place` on, as far as its drafts are right."""
+        """Appends a sequence's accepted drafts and the next token. place: index of the first token in `sampled`."""
         sequence, draft, right, last = each.sequence, each.draft_tokens, 0, 0
         while True:
             if not sampled.healthy[place + right]:
@@ -367,7 +367,7 @@ class Engine:
             if finish or not accepted:
                 break
         if draft:
-            # what was drafted after the end was neither right nor wrong
+            # drafts after the end of the answer were neither right nor wrong
             drafted = judged if finish else len(draft)
             sequence.drafts.drafted += drafted - judged
             self.speculator.learn(sequence, drafted, right)
@@ -378,7 +378,7 @@ class Engine:
             self._end(sequence)
 
     def _fork(self, sequence: Sequence, logits: Tensor | None) -> None:
-        """Adds the request's other choices, which fork the prompt's end and sample from its logits [V]."""
+        """Adds the request's other choices. They fork the cache at the prompt's end, and sample from its logits [V]."""
         count = sequence.sampling.n - 1
         siblings = [self._sequence(sequence.request, choice, sequence.seed, sequence.prompt_keys)
                     for choice in range(1, count + 1)]
@@ -391,8 +391,8 @@ class Engine:
             self.scheduler.add(sibling)
 
     def _settle_draft_head(self, each: ScheduledSequence, last: int, drawn: list[int]) -> None:
-        """Sets the draft head's hidden state to that of the last committed token of a row with drafts. drawn: the token
-        after each draft."""
+        """Sets the draft head's hidden state to that of the last committed token of a row with drafts. drawn: the
+        tokens that the model chose in place of the drafts."""
         known = next((index for index, draft in enumerate(each.draft_tokens) if draft != drawn[index]),
                      len(each.draft_tokens))
         if self.runtime.mtp_runner and not (each.drafted_next and known == last):
@@ -413,7 +413,7 @@ class Engine:
         return finish
 
     def _fail_for(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence whose own matcher, guide, constraint or processor has raised this error."""
+        """Ends a sequence after its own matcher, guide, constraint or logits processor has raised this error."""
         if isinstance(error, RequestError):
             return self._fail(sequence, str(error), error)
         log.exception("a request's own matcher, guide or constraint failed; the request ends with an error")
@@ -428,7 +428,7 @@ class Engine:
         self._end(sequence, message, refused)
 
     def _end(self, sequence: Sequence, error: str | None = None, refused: RequestError | None = None) -> None:
-        """Finishes a sequence without a token."""
+        """Ends a sequence, and emits its last event, which has no token."""
         request, choices = sequence.request, [sequence.choice]
         if not sequence.generated and len(self._sequences[request.id]) == 1:
             # the other choices, which would have forked the end of this prompt, end with it
@@ -464,13 +464,13 @@ class Engine:
             del self._sequences[sequence.request.id]
 
     def _ahead(self, sequence: Sequence) -> ScheduledSequence | None:
-        """The sequence's part of the step in flight, if that brings the state in its slot past its cursor."""
+        """Returns the sequence's part of the step in flight, if it moves the state in the slot past the cursor."""
         flight = self._flight.scheduled if self._flight else ()
         return next((each for each in flight if each.sequence is sequence and each.writes_state), None)
 
     def _release_left(self, flight: InFlight) -> None:
-        """Releases the caches of sequences that ended while this step was in flight. Waits for it, as the tree takes
-        over finite states only."""
+        """Releases the caches of sequences that ended while this step was in flight. Waits for the step, because the
+        tree takes over finite states only."""
         left = [each for each in flight.scheduled if each.last and each.cache in self.scheduler.leaving]
         if not left:
             return

@@ -1,4 +1,4 @@
-"""What an engine does when a step, an admission or an operation on the cache fails."""
+"""Handles failures of an engine's steps, admissions and operations on the cache."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from deltic.spec_decode.controller import SpeculationController
 log = logging.getLogger("deltic")
 
 Fail = Callable[[str, str], None]
-"""Ends a request, by its id, with an error of this text."""
+"""Called with (request id, error message) to end a request."""
 _SHORT_STEP = 256
-"""Tokens of a step that is not made shorter when memory runs out."""
+"""A step with up to this number of tokens is not made shorter when memory runs out."""
 
 
 class Failures:
@@ -28,10 +28,10 @@ class Failures:
         self._runtime, self._scheduler, self._speculator = runtime, scheduler, speculator
 
     def lose(self, flight: InFlight, error: Exception, fail: Fail) -> None:
-        """Ends the requests of a step that has raised this error. If memory ran out, it waits for the copies of
-        prefixes that the tiers are writing. Without such copies, steps are shorter from now on; a step that is short
-        already ends its largest request. The other requests process their tokens again, because it is not known what
-        the step has done for them."""
+        """Ends the requests of a step that has raised this error. If memory ran out, it ends none, but waits for the
+        copies of prefixes that the tiers are writing. Without such copies, steps are shorter from now on; if the step
+        is short already, only its largest request ends. The other requests process their tokens again, because it is
+        not known what the step has done for them."""
         live = [each for each in flight.scheduled if each.live]
         tokens, lost, message = sum(each.tokens for each in live), set[str](), ""
         if is_shortage(error) and self._drains_tiers():
@@ -62,7 +62,7 @@ class Failures:
         self.recover()
 
     def _drains_tiers(self) -> bool:
-        """Waits until all tiers have written what they were given. Returns False if that was nothing."""
+        """Waits until all tiers have written their queued items. Returns False if there were none."""
         drained = [tier.drain() for tier in self._runtime.cache.tiers]
         return any(drained)
 
@@ -82,7 +82,7 @@ class Failures:
         self.recover()
 
     def gives_up(self, plan: StepPlan) -> bool:
-        """True if the plan is useless because the cache was poisoned while it was made."""
+        """True if the plan must be dropped because the cache was poisoned while the plan was made."""
         if self._runtime.cache.operations.poisoned:
             self._runtime.cache.pools.forget(plan.operations)
         return self._runtime.cache.operations.poisoned

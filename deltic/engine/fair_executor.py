@@ -1,4 +1,4 @@
-"""Threads that clients share by processor time: no client's work keeps another's waiting for long."""
+"""Threads that clients share by processor time, so that no client makes another one wait for long."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Result = TypeVar("Result")
 Clock = Callable[[], float]
 
 HALF_LIFE: Final = 10.0
-"""Seconds after which half of the processor time that a client has used is forgotten."""
+"""Seconds after which half of the processor time of a client is forgotten."""
 _NICENESS: Final = 4
-"""By how much the priority of the threads is lower than the engine's. The engine takes Python's lock many times in a
-step, and gets it late where several threads of the same priority compute."""
+"""Niceness of the threads relative to the engine's thread. The engine takes Python's lock many times in a step, and
+gets it late if several threads of the same priority compute."""
 _FORGOTTEN: Final = 10 * HALF_LIFE
 _MOST_CLIENTS: Final = 10_000
-"""Clients without work whose use is remembered."""
+"""Maximum number of clients without work that are remembered."""
 
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """Work of one client, and the future of its result. started: when a thread took it, by the monotonic clock."""
+    """Work of one client, and the future of its result. started: monotonic time at which a thread took it."""
 
     work: Callable[[], Any]
     future: Future[Any]
@@ -38,7 +38,7 @@ class _Task:
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """The work of one client. used: seconds of a processor, decayed to the time `at`."""
+    """The work of one client. used: processor time in seconds, decayed to the time `at`."""
 
     waiting: deque[_Task] = field(default_factory=deque)
     running: dict[_Task, None] = field(default_factory=dict)
@@ -49,32 +49,32 @@ class _Client:
         return self.used * float(0.5 ** ((now - self.at) / HALF_LIFE))
 
     def use(self, now: float) -> float:
-        """Recent use. A running task counts by the wall clock: its processor time is known only at its end."""
+        """Returns recent use. A running task counts by the wall clock: its processor time is known only at its end."""
         return self.decayed(now) + sum(now - task.started for task in self.running)
 
 
 class FairExecutor:
-    """Runs the work of many clients in a few threads. Of the clients that wait, the one that has used the least
-    processor time lately goes next; the tasks of one client run in the order in which they came.
+    """Runs the work of many clients in a few threads. The waiting client with the least recent use goes next.
 
-    A client starts another task only while at least as many threads are free as it holds, so that a newcomer finds a
-    thread even while others run long tasks. Work that waits for something (a network, another executor) does not
-    belong here: it holds a thread and counts nothing.
+    The tasks of one client run in order. A client starts another task only while more threads are free than it holds,
+    so that a new client finds a thread even while others run long tasks. Work that waits (for a network, another
+    executor) does not belong here: it occupies a thread without using processor time.
     """
 
     def __init__(self, threads: int, name: str, *, clock: Clock = time.monotonic,
                  processor: Clock = time.thread_time) -> None:
-        """name: prefix of the threads' names. processor: seconds of a processor that the calling thread has used."""
+        """name: prefix of the threads' names. processor: returns the processor time in seconds of the calling
+        thread."""
         self._threads, self._clock, self._processor = threads, clock, processor
         self._pool = ThreadPoolExecutor(threads, name, lower_priority, (_NICENESS,))
         self._lock = threading.Lock()
         self._busy: OrderedDict[str, _Client] = OrderedDict()  # clients with work
-        self._idle: OrderedDict[str, _Client] = OrderedDict()  # the others, by the end of their last task
+        self._idle: OrderedDict[str, _Client] = OrderedDict()  # clients without work, by the end of their last task
         self._running = 0
 
     def submit(self, client: str, work: Callable[[], Result]) -> Future[Result]:
-        """Queue work of a client. RuntimeError after `shutdown`. Cancelling the future drops work that has not begun.
-        """
+        """Queues work of a client. Raises RuntimeError after `shutdown`. Cancelling the future drops work that has not
+        begun."""
         task = _Task(work, Future())
         with self._lock:
             self._pool.submit(self._drain)
@@ -85,26 +85,26 @@ class FairExecutor:
         return task.future
 
     async def run(self, client: str, work: Callable[[], Result]) -> Result:
-        """The result of a client's work. Work that has not begun is dropped if the caller is cancelled."""
+        """Returns the result of a client's work. Drops work that has not begun if the caller is cancelled."""
         return await asyncio.wrap_future(self.submit(client, work))
 
     def used(self, client: str) -> float:
-        """Seconds of a processor that a client has used lately."""
+        """Returns the recent processor time of a client in seconds."""
         with self._lock:
             known, now = self._busy.get(client) or self._idle.get(client), self._clock()
             return known.use(now) if known else 0.0
 
     def waiting(self) -> int:
-        """Tasks that no thread has taken yet."""
+        """Returns the number of tasks that no thread has taken yet."""
         with self._lock:
             return sum(len(client.waiting) for client in self._busy.values())
 
     def shutdown(self, wait: bool = True) -> None:
-        """Take no more work; finish what is queued."""
+        """Takes no more work, and finishes queued tasks. wait: return only when they are finished."""
         self._pool.shutdown(wait)
 
     def _drain(self) -> None:
-        """Run tasks until none may start."""
+        """Runs tasks until none may start."""
         while (found := self._take()) is not None:
             name, task = found
             began = self._processor()
@@ -135,7 +135,7 @@ class FairExecutor:
             return None
 
     def _drop(self, name: str, future: Future[Any]) -> None:
-        """Forget a task that was cancelled before it began, with all that it refers to."""
+        """Drops a task that was cancelled before it began, so that its data is freed."""
         if not future.cancelled():
             return
         with self._lock:
@@ -149,7 +149,7 @@ class FairExecutor:
         return bool(client.waiting) and (held == 0 or self._threads - self._running > held)
 
     def _end(self, name: str, task: _Task, seconds: float) -> None:
-        """Charge a task that has ended."""
+        """Charges its client for a task that has ended."""
         with self._lock:
             client, now = self._busy[name], self._clock()
             del client.running[task]
@@ -158,7 +158,7 @@ class FairExecutor:
             self._rest(name)
 
     def _rest(self, name: str) -> None:
-        """Move a client without work to those that are forgotten in time."""
+        """Moves a client without work to the idle clients, and forgets the oldest of these."""
         client = self._busy[name]
         if client.waiting or client.running:
             return

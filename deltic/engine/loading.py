@@ -1,4 +1,4 @@
-"""Loads a model: from its files, or a shape with random weights, to a `ModelRunner`."""
+"""Loads a model from its files, or a shape with random weights, and returns a `ModelRunner`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ log = logging.getLogger("deltic")
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all) while weights are read."""
 OnTokenizer = Callable[[Path, TokenizerTexts | None], None]
-"""Called with the model's path, and the texts of its tokenizer if they are no files, before weights are read."""
+"""Called before weights are read, with the model's path, and the tokenizer's texts if these are not in files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class RandomModel:
     """A model of a known shape with random weights: real speed, meaningless answers. For benchmarks and tests.
 
     preset: a name of `config.PRESETS`.
-    layers: keep only the first so many.
+    layers: number of layers to keep, from the first on; None: all.
     shape: use this instead of a preset.
-    head: with a draft head.
+    head: True for a model with a draft head.
     Raises ModelError for impossible values.
     """
 
@@ -95,7 +95,7 @@ class RandomModel:
 
     def tensors(self, config: ModelConfig, dtype: DType, device: str, head: bool = False
                 ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights, or those of the draft head."""
+        """Yields the weights of the model, or of its draft head if `head`."""
         spread = None if head else self.initializer_range
         return random_tensors(config, dtype, self.seed, device=device, initializer_range=spread, head=head)
 
@@ -109,11 +109,11 @@ class ModelOverrides:
 
     @property
     def name(self) -> str | None:
-        """The argument that is given."""
+        """The name of the argument that is given; None if none is."""
         return "weights" if self.weights is not None else None if self.config is None else "config"
 
     def check(self, model: str | RandomModel | None, options: EngineConfig) -> None:
-        """Raises ConfigError if they do not fit the model and the options."""
+        """Raises ConfigError if the overrides do not fit the model and the options."""
         if isinstance(model, RandomModel) and self.name:
             raise ConfigError(f"{self.name} is not for random weights: write RandomModel(shape=ModelConfig(...))",
                               self.name)
@@ -126,8 +126,8 @@ class ModelOverrides:
 def load_any(model: str | Path | RandomModel | None, options: EngineConfig, revision: str | None = None,
              progress: LoadProgress | None = None, rings: bool = False, given: ModelOverrides = ModelOverrides(),
              on_tokenizer: OnTokenizer | None = None) -> ModelRunner | ProgramModel:
-    """As `load`, or a compiled model, whose path has a name or content of its own. on_tokenizer: takes the tokenizer
-    in place of the model."""
+    """Loads a model as `load` does, or a compiled model, which is known by the name or content of its path.
+    on_tokenizer: takes the tokenizer, which the model then does not keep."""
     model = str(model) if isinstance(model, Path) else model
     if isinstance(model, str) and kind_of(model):
         if revision is not None:
@@ -144,7 +144,7 @@ def load_any(model: str | Path | RandomModel | None, options: EngineConfig, revi
 
 
 class Vocabulary(Protocol):
-    """A tokenizer. ends: tokens that end an answer."""
+    """A tokenizer. ends: ids of the tokens that end an answer."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -153,7 +153,7 @@ class Vocabulary(Protocol):
 
 
 def with_ends(runtime: ModelRunner | ProgramModel, tokenizer: Vocabulary | None) -> ModelRunner | ProgramModel:
-    """Adds a tokenizer's end-of-text tokens to those that end answers: some configs name only one."""
+    """Adds a tokenizer's end-of-text tokens to the tokens that end answers, because some configs name only one."""
     if tokenizer is None:
         return runtime
     if tokenizer.vocab_size > runtime.config.vocab_size:
@@ -165,7 +165,7 @@ def with_ends(runtime: ModelRunner | ProgramModel, tokenizer: Vocabulary | None)
 def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
          progress: LoadProgress | None = None, rings: bool = False, vectors: bool = False,
          given: ModelOverrides = ModelOverrides(), on_tokenizer: OnTokenizer | None = None) -> ModelRunner:
-    """Loads a model (directory, GGUF file, hub name, "tiny" or None for the embedded one, or random weights), and the
+    """Loads a model (directory, GGUF file, hub name, "tiny" or None for the embedded model, or random weights), and the
     model that drafts for it if the options name one. rings: sequences get delta logs even if nothing is drafted.
     vectors: as in `plan_memory`. on_tokenizer: as in `load_any`."""
     options = settled(options)
@@ -186,8 +186,8 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """drafts: the model drafts for another one. draft: the model that drafts for it. rings, vectors, on_tokenizer: as
-    in `load`."""
+    """drafts: True if the model drafts for another one. draft: the model that drafts for this one. rings, vectors,
+    on_tokenizer: as in `load`."""
 
     drafts: bool = False
     draft: ModelRunner | None = None
@@ -198,8 +198,8 @@ class _Use:
 
 def _load(model: str | RandomModel | None, options: EngineConfig, revision: str | None, progress: LoadProgress | None,
           given: ModelOverrides, use: _Use) -> ModelRunner:
-    """A loaded model, in the order in which it comes to be."""
-    # device: options that it cannot serve are refused before anything is read
+    """Returns a loaded model. Makes its parts in the order in which they depend on each other."""
+    # device: refuses options that it cannot serve, before anything is read
     check_devices(options.devices)
     with _memory_for_weights(model, options.on_gpu), whole_blocks(options):
         times = StartTimes()
@@ -261,8 +261,8 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
 def _take_tokenizer(source: OpenedModel, take: OnTokenizer | None
                     ) -> tuple[OpenedModel, TokenizerTexts | None, DelticError | None]:
     """Returns the model without the tokenizer's part of a GGUF file's metadata, which need not be in memory with the
-    weights; the texts of that tokenizer; and what is wrong with the tokenizer, which may follow from what is wrong with
-    the weights."""
+    weights; the texts of that tokenizer; and the tokenizer's error, if any. It is raised only after the weights are
+    read, because an error of the weights may be its cause."""
     files = source.files
     texts = files.tokenizer() if files else None
     if files and files.gguf:
@@ -277,7 +277,7 @@ def _take_tokenizer(source: OpenedModel, take: OnTokenizer | None
 
 
 def _partial_head(reader: WeightReader, decoder: Decoder, texts: TokenizerTexts | None) -> PartialHead | None:
-    """Returns the part of the matrix of logits that drafts; None if the options want none."""
+    """Returns the part of the matrix of logits that drafts; None if it is not wanted or not possible."""
     options = reader.options
     if not isinstance(options.speculation, Head) or decoder.others or not serves(decoder):
         return None
@@ -287,7 +287,7 @@ def _partial_head(reader: WeightReader, decoder: Decoder, texts: TokenizerTexts 
 
 
 def _over_gpus(source: OpenedModel, options: EngineConfig, ops: Ops, dtype: DType, use: _Use) -> EngineConfig:
-    """Returns the options with as many GPUs as the model takes."""
+    """Returns the options with the number of GPUs that the model needs."""
     if not options.on_gpu or use.drafts or use.vectors:
         return options
     plan = _cache_planner(source.config, options, dtype, source.config.num_mtp_layers > 0, use)
@@ -296,7 +296,7 @@ def _over_gpus(source: OpenedModel, options: EngineConfig, ops: Ops, dtype: DTyp
 
 def _layers_beside(reader: WeightReader, head: list[dict[str, Weight]] | None, use: _Use, plan: _PlanCache
                    ) -> LayerPlan:
-    """Returns the feed-forwards that lie in host memory beside a GPU. head: each device's part of the draft head."""
+    """Returns the plan of feed-forwards in host memory beside a GPU. head: each device's part of the draft head."""
     options = reader.options
     if use.drafts or use.vectors or not options.on_gpu or options.shards > 1:
         return LayerPlan()
@@ -310,7 +310,7 @@ _PlanCache = Callable[[EngineConfig, CardMemory | None], tuple[MemoryPlan, PoolO
 
 def _cache_planner(config: ModelConfig, options: EngineConfig, dtype: DType, head: bool, use: _Use
                    ) -> _PlanCache:
-    """Returns `plan_memory` for this model, given options and the memory of its GPU. head: it has a draft head."""
+    """Returns `plan_memory` for this model as a function of options and GPU memory. head: it has a draft head."""
     drafts = use.rings or head or isinstance(options.speculation, Ngram)
     defers = not use.drafts and defers_state_writes(config, options, dtype)
     own: torch.dtype = getattr(torch, dtype)
@@ -350,11 +350,11 @@ def _memory_for_weights(model: str | RandomModel | None, on_gpu: bool | None) ->
 class StartTimes:
     """Seconds of the parts of a start, in order.
 
-    files         finding and downloading them, reading all but the weights
-    tokenizer     reading it, before the weights: meanwhile it takes several times its memory
-    weights       reading and quantizing them, those of the draft head too
-    layers        what the ops compute with: packed matrices, offloaded experts
-    vision tower  the same for the tower
+    files         finding and downloading the files, reading all of them but the weights
+    tokenizer     reading it before the weights, because meanwhile it takes several times its memory
+    weights       reading and quantizing the weights, including the draft head's
+    layers        making the form in which the ops compute: packed matrices, offloaded experts
+    vision tower  reading the tower, and the same for its layers
     cache         allocating its memory, opening the disk tier
     """
 
@@ -363,12 +363,12 @@ class StartTimes:
         self.seconds: dict[str, float] = {}
 
     def done(self, part: str) -> None:
-        """Ends a part, which began with the end of the last one."""
+        """Ends a part, which began at the end of the previous one."""
         now = time.perf_counter()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
         self._last = now
 
     def __str__(self) -> str:
-        """The total and its parts: `1.29 s (files 0.03 s, weights 1.26 s)`."""
+        """Returns the total and its parts: `1.29 s (files 0.03 s, weights 1.26 s)`."""
         parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
         return f"{self._last - self._began:.2f} s ({parts})"

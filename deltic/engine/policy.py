@@ -1,13 +1,13 @@
-"""Scheduling policy as pure functions, without torch: how prompts share a step, who gets a place in the batch, and
-which waiting request gives way.
+"""Scheduling policy as pure functions, without torch: how prompts share a step, which sequences get a place in the
+batch, and which waiting request is given up.
 
-Prompts: one half of a step's token budget goes to the prompts nearest to their goal, so that a short one is answered at
-once beside long ones; the other half, and the rest of the first, goes to the oldest, so that a long one makes progress
-however many short ones come.
+Prompts: one half of a step's token budget goes to the prompts nearest to their goal, so that short prompts are answered
+at once beside long ones. The other half, and the rest of the first, goes to the oldest prompts, so that a long prompt
+makes progress even if many short ones arrive.
 
-Places: the first to come runs first, but clients take turns, and so do the groups of one client (the prompts of one
-body, the choices of one request). A sequence keeps its place for a quantum of steps, a short one if its client has more
-places. Then a sequence of another client may preempt it; it resumes later from the state that it left.
+Places: sequences run in order of arrival, but clients take turns, and so do the groups of one client (the prompts of
+one body, the choices of one request). A sequence keeps its place for a quantum of steps, which is short if its client
+has more places. Then a sequence of another client may preempt it; it resumes later from the state that it left.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from deltic.params import PAGE
 STEP = 2 * PAGE
 """The fixed cost of a step (weights are read, rows laid out), in tokens."""
 _RECENT = 5
-"""The number of steps in the median of durations. A median ignores outliers."""
+"""Number of steps in the median of durations. A median ignores outliers."""
 _SLOPES = 3
-"""Pairs of steps, one with twice the tokens of the other, from which the fixed cost of a step is estimated."""
+"""Minimum number of pairs of steps, one with twice the tokens of the other, to estimate the fixed cost of a step."""
 _STALL = 0.03
-"""Seconds of a step with prompts that readers of answers do not notice."""
+"""Duration in seconds of a step with prompts that readers of running answers do not notice."""
 _MARGIN = 0.9
-"""Fraction of the longest step to aim at, because durations vary."""
+"""Fraction of the longest allowed step that is the target, because durations vary."""
 _BURST = 0.12
-"""Seconds of a step with prompts if at least as many requests wait for their first token as have one: each step has
-a fixed cost, so that fewer steps bring all of them to their first token, and to their end, sooner."""
+"""Target duration in seconds of a step with prompts in a burst (`is_burst`): each step has a fixed cost, so that fewer
+steps bring all requests to their first token, and to their end, sooner."""
 _LASTS = 3
-"""A burst lasts until so many times more answers run than prompts wait: its last prompts have waited longest."""
+"""A burst lasts until this many times more answers run than prompts wait: its last prompts have waited longest."""
 _BESIDE_ANSWERS, _ALONE, _UNKNOWN = 4, 20, 0.02
-"""A step with prompts may last this many times as long as one without, so that weights are read in at most a quarter of
-the time if answers run, else in a twentieth. Until a step without prompts has run, it counts as `_UNKNOWN` seconds."""
+"""A step with prompts may last this many times as long as one without, so that reading weights takes at most a quarter
+of the time if answers run, else a twentieth. `_UNKNOWN`: seconds of a step without prompts until one has run."""
 
 
 def share(budget: int, pending: Sequence[int], goals: Sequence[int]) -> list[int]:
     """Returns the tokens that each prompt gets in a step, for prompts in order of age, oldest first.
 
-    pending: unprocessed tokens of each, at least 1. goals: tokens of each until its first token, or a state that others
-    wait for. The sum of the result is the lesser of the budget and all pending tokens.
+    pending: unprocessed tokens of each prompt, at least 1. goals: tokens of each until its first token, or until a
+    state that others wait for. The sum of the result is the lesser of the budget and all pending tokens.
 
-    The oldest gets half of the budget, rounded up, if it can use it: a prompt with W tokens pending up to its own end
-    is done after 2 W / budget steps at the latest, whatever comes later. A prompt reaches its goal after as many steps
-    as half of the budget takes for its own goal and all nearer ones.
+    The oldest prompt gets half of the budget, rounded up, if it can use it: a prompt with W tokens pending up to its
+    own end, older prompts included, is done after 2 W / budget steps at the latest, whatever arrives later. A prompt
+    reaches its goal after as many steps as half of the budget takes for its own goal and all nearer goals.
     """
     counts, left = [0] * len(pending), budget // 2
     for index in sorted(range(len(goals)), key=goals.__getitem__):
@@ -69,9 +69,9 @@ def share(budget: int, pending: Sequence[int], goals: Sequence[int]) -> list[int
 
 
 def hurry(counts: Sequence[int], goals: Sequence[int], first: bool = False) -> list[int]:
-    """Keeps only the prompts that reach their goal in this step, so that it is short. Keeps all if none does and the
-    step draws no first token. Meant for every other step at most: the others continue in the next.
-    """
+    """Keeps only the prompts that reach their goal in this step, so that the step is short. Keeps all prompts if none
+    reaches its goal and the step draws no first token. Meant for every other step at most: the others continue in the
+    next."""
     near = [count if count >= goal else 0 for count, goal in zip(counts, goals, strict=True)]
     return near if first or any(near) else list(counts)
 
@@ -80,12 +80,12 @@ def hurry(counts: Sequence[int], goals: Sequence[int], first: bool = False) -> l
 class PrefixWait:
     """A prompt that could wait until another one has processed their common prefix. All numbers are tokens.
 
-    own: to process if it began now.
-    saved: those of `own` that waiting saves.
-    away: the other prompt's tokens up to the end of the prefix.
-    others: pending in all prompts that run, the other one's among them.
-    alone: the other one is the only prompt that runs.
-    nearer: pending in prompts nearer to their goal than `own`, which go first.
+    own: tokens that the prompt must process if it starts now.
+    saved: tokens of `own` that waiting saves.
+    away: tokens that the other prompt still processes up to the end of the prefix.
+    others: tokens pending in all running prompts, including the other one.
+    alone: True if the other one is the only running prompt.
+    nearer: tokens pending in prompts that are nearer to their goal than `own`, and therefore go first.
     """
 
     own: int
@@ -96,8 +96,8 @@ class PrefixWait:
     nearer: int = 0
 
     def pays(self, budget: int) -> bool:
-        """True if waiting pays. Compares the tokens of all steps until this prompt's first token: waiting may add to
-        them no more than it saves later prompts."""
+        """True if waiting pays. Compares the tokens of all steps until this prompt's first token, with and without
+        waiting: waiting may add no more of them than it saves later prompts."""
         if self.saved < STEP:
             return False
         half = max(budget // 2, 1)
@@ -108,32 +108,32 @@ class PrefixWait:
 
 
 def _reading(budget: int, others: int, own: int, nearer: int = 0) -> int:
-    """Tokens of all steps until a prompt of `own` tokens is done beside others, some of them before it."""
+    """Returns the tokens of all steps until a prompt of `own` tokens is done beside others, `nearer` of them first."""
     steps = 1 if others + own <= budget else -(-(own + nearer) // max(budget // 2, 1))
     return steps * (STEP + min(others + own, budget))
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Limits the duration of a step with prompts: running answers and new requests wait until it ends. The limit is a
+    """Limits the duration of a step with prompts: running answers and new requests wait for its end. The limit is a
     number of prompt tokens, computed from the durations of the last steps.
 
-    longest: upper bound in seconds while an answer runs; None: the default, which grows with the time that a step
-    without prompts takes, and with the fixed cost of one with prompts.
+    longest: upper bound in seconds while an answer runs; None: the default, which grows with the duration of a step
+    without prompts, and with the fixed cost of a step with prompts.
     """
 
     longest: float | None = None
     without: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    """Seconds of the last steps without prompt tokens."""
+    """Durations in seconds of the last steps without prompt tokens."""
     by_token: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    """Seconds by prompt token of the last steps with at least a page of them."""
+    """Seconds per prompt token of the last steps with at least a page of prompt tokens."""
     steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=2 * _RECENT))
     """Prompt tokens and seconds of these steps."""
     fixed: float = 0.0
-    """Seconds that such a step takes for any number of tokens: weights are dequantized, or come from the host."""
+    """Fixed cost in seconds of such a step, whatever its tokens: weights are dequantized, or come from the host."""
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Record the duration of a step in seconds and its prompt tokens."""
+        """Records the prompt tokens of a step and its duration in seconds."""
         if not tokens:
             self.without.append(seconds)
         elif tokens >= PAGE:
@@ -146,7 +146,7 @@ class StepTimes:
                 self.fixed = max(median(taken - slope * size for size, taken in self.steps), 0.0)
 
     def limit(self, budget: int, answers: bool, burst: bool = False) -> int:
-        """Upper bound for the prompt tokens of a step. answers: the step also decodes. burst: as `is_burst`."""
+        """Returns the maximum prompt tokens of a step. answers: the step also decodes. burst: as `is_burst`."""
         if not self.by_token:
             wanted = budget // 4 if answers else budget
         else:
@@ -154,8 +154,8 @@ class StepTimes:
         return min(max(wanted, PAGE), budget)
 
     def _tokens(self, seconds: float, strictly: bool) -> int:
-        """Prompt tokens that a step processes in so many seconds, or, unless `strictly`, in as many as its fixed cost
-        takes: shorter pieces would spend most of the time on that."""
+        """Returns the prompt tokens that a step processes in this time. Unless `strictly`, they may take as long as the
+        fixed cost of a step: shorter pieces would spend most of the time on that cost."""
         recent = [*self.steps][-_RECENT:]
         fixed = min(self.fixed, *(_MARGIN * taken for _, taken in recent))
         by_token = median((taken - fixed) / tokens for tokens, taken in recent)
@@ -173,9 +173,9 @@ class StepTimes:
 
 
 def is_burst(prompts: Iterable[Running], answers: Iterable[Running], lasts: bool = False) -> bool:
-    """True if there are at least as many prompts as answers: in all, and for every client with answers. For a client
-    count its own prompts, and all but one of the other clients with prompts: no client alone makes another one's
-    answers stall. lasts: a burst of the last step goes on with a third as many."""
+    """True if there are at least as many prompts as answers: in all, and for every client with answers. A client's
+    prompts are counted as its own, plus one for each other client with prompts except one: no client alone makes the
+    answers of another one stall. lasts: a burst of the last step continues with a third as many prompts."""
     factor = _LASTS if lasts else 1
     waiting, running = (Counter(sequence.client for sequence in some) for some in (prompts, answers))
     return factor * waiting.total() >= running.total() and all(
@@ -187,19 +187,19 @@ def is_burst(prompts: Iterable[Running], answers: Iterable[Running], lasts: bool
 
 
 QUANTUM, SHORT_QUANTUM, _FEW = 32, 8, 8
-"""The quantum in steps of a client's only place and of one of several places, if at most `_FEW` sequences run. Many
-short answers end within one. If more run, the quantum grows with their number, because a preemption makes a step
-longer."""
+"""The quantum in steps, for a client with one place and for a client with several, if at most `_FEW` sequences run.
+Many short answers end within one quantum. If more sequences run, it grows with their number, because a preemption makes
+a step longer."""
 LONGEST_WAIT = 32 * QUANTUM
-"""Steps after which a waiting sequence goes before all others of its client, and of clients with as many places."""
+"""Steps after which a waiting sequence precedes all others of its client, and of clients with as many places."""
 _SCAN = 256
-"""Waiting sequences that are examined in one step: the first of each client, then the second of each, and so on."""
+"""Number of waiting sequences examined in a step: the first of each client, then the second of each, and so on."""
 _SHARE = 4
-"""If resuming means to process tokens again, a quantum takes so many times as long as that."""
+"""If a sequence must process tokens again to resume, its quantum lasts this many times as long as that."""
 
 
 def in_turn(waiting: Iterable[Running], running: Iterable[Running], step: int) -> list[Running]:
-    """The first waiting sequences, in the order in which they shall run."""
+    """Returns the first waiting sequences, in the order in which they should run."""
     running = list(running)
     groups = Counter(sequence.group for sequence in running)
     clients = Counter(sequence.client for sequence in running)
@@ -218,7 +218,7 @@ def in_turn(waiting: Iterable[Running], running: Iterable[Running], step: int) -
 
 
 def _candidates(waiting: Iterable[Running]) -> list[Running]:
-    """The sequences that are examined."""
+    """Returns the waiting sequences that are examined, at most `_SCAN`."""
     known, own = [*waiting], Counter[str]()
     if len(known) <= _SCAN:
         return known
@@ -230,28 +230,28 @@ def _candidates(waiting: Iterable[Running]) -> list[Running]:
 
 
 def quantum_of(places: int, running: int) -> int:
-    """The quantum of a client with so many places."""
+    """Returns the quantum in steps for a client with this number of places."""
     return (QUANTUM if places == 1 else SHORT_QUANTUM) * max(running, _FEW) // _FEW
 
 
 def no_preemption(running: Sequence[Running], step: int) -> bool:
-    """True if no sequence can be preempted: all clients have one place, and no quantum is over."""
+    """True if no sequence can be preempted, because all clients have one place and no quantum is over."""
     return (len({sequence.client for sequence in running}) == len(running)
             and all(step - sequence.queue.turn < quantum_of(1, len(running)) for sequence in running))
 
 
 def quantum_to_process(tokens: int, running: int) -> int:
-    """The quantum in steps if resuming processes so many tokens again while all others wait: long enough that this
-    takes a small part of the time."""
+    """Returns the quantum in steps if a sequence must process this number of tokens again to resume, while all others
+    wait. It is long enough that the processing takes a small part of the time."""
     return _SHARE * running * tokens // (STEP + running)
 
 
 def preempted_by(first: Running, running: Iterable[Running], step: int,
               turn: Callable[[Running], int | None]) -> Running | None:
-    """The running sequence that the first waiting one preempts, if any: of the client, then of the group with most
-    places, the one that has generated most. A client without a place preempts an answer of a client with several at
-    once; otherwise the quantum must be over. A preempted sequence waits at least one quantum. turn: the least quantum
-    of a sequence, by the cost of resuming it; None: it cannot be preempted."""
+    """Returns the running sequence that the first waiting one preempts, if any: from the client, then the group with
+    most places, the one that has generated most. A client without a place preempts an answer of a client with several
+    places at once; otherwise the quantum must be over. A preempted sequence waits at least one quantum. turn: returns
+    the minimum quantum of a sequence, from the cost of resuming it; None if it cannot be preempted."""
     if first.held or (first.queue.rest and step - first.queue.turn < QUANTUM):
         return None
     running = list(running)
@@ -280,26 +280,26 @@ class HeldRequest(Protocol):
 
     @property
     def client(self) -> str:
-        """The client that it counts for."""
+        """The client to which the request is charged."""
 
     @property
     def waiting(self) -> int:
-        """Answers without a token."""
+        """Number of answers without a token."""
 
     @property
     def begun(self) -> int:
-        """Unfinished answers with a token."""
+        """Number of unfinished answers with a token."""
 
 
 Request = TypeVar("Request", bound=HeldRequest)
 
 
 def to_give_up(held: Sequence[tuple[Request, int]], client: str, size: int, most: int) -> list[Request] | None:
-    """The requests to end so that one more request of a client fits; None if that one must be refused.
+    """Returns the requests to end so that one more request of a client fits; None if the new one must be refused.
 
-    held: requests in order of arrival, each with its size (answers, or prompt tokens). All sizes together may be
-    `most`; a larger request fits only alone. The client that holds most loses its newest waiting request, a begun one
-    only if it has no other, but never so that the new request's client would hold as much.
+    held: requests in order of arrival, each with its size (answers, or prompt tokens). most: bound for all sizes
+    together; a larger request fits only alone. The client that holds most loses its newest waiting request, a begun
+    one only if it has no other, but only while it holds more than the new request's client would.
     """
     total = sum(taken for _, taken in held)
     if not total or total + size <= most:
@@ -315,7 +315,7 @@ def to_give_up(held: Sequence[tuple[Request, int]], client: str, size: int, most
             return None
         candidates = [request for request, taken in held if request.client == largest and request.waiting and taken
                       and request not in going]
-        if not candidates:  # all that it holds runs
+        if not candidates:  # all its requests are running
             del clients[largest]
             continue
         newest = max(range(len(candidates)), key=lambda index: (not candidates[index].begun, index))

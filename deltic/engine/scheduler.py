@@ -1,8 +1,8 @@
 """Selects the sequences of the next step and their token counts. Pure Python.
 
-Running sequences come first, oldest first: each that is ready to decode takes one token and its drafts. Prompts share
-the rest of the token budget (`policy.share`), at least one token. When pages run out, the youngest running sequence is
-preempted and processed again later.
+Running sequences that are ready to decode come first, oldest first; each takes one token and its drafts. Prompts share
+the rest of the token budget (`policy.share`), which is at least one token. When pages run out, the youngest running
+sequence is preempted and processed again later.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from deltic.params import PAGE, RING, common_length
 log = logging.getLogger("deltic")
 
 _MAX_NEW_WAITS = 8
-"""Sequences per step that may start to wait for another one's prefix. They are not examined again until that prefix is
-processed, so that scheduling does not slow down with the number of waiting sequences."""
+"""Number of sequences per step that may start to wait for a prefix of another one. They are not examined again until
+that prefix is processed, so that scheduling does not slow down with the number of waiting sequences."""
 _MAX_HELD = 256
-"""Sequences per step that are passed over because they wait for others."""
+"""Number of sequences per step that may be skipped because they wait for others."""
 _MAX_LOADS = 4
-"""Prompts that tiers may read at the same time: their content waits in memory. As many branches that wait for relatives
-may have content, too."""
+"""Number of prompts that tiers may load at the same time, because their content waits in memory. Branches that wait for
+relatives (`QueueState.passed`) are counted apart, with the same limit."""
 _MAX_SCORED = 32
-"""Prompt tokens per step whose log probabilities are computed: each costs as much as the end of a prompt, and as much
-memory as the vocabulary is large."""
+"""Number of prompt tokens per step that may get log probabilities. Each costs as much as the end of a prompt, and
+memory in proportion to the vocabulary."""
 _LOAD_WAIT = 0.01
-"""Seconds to sleep at a time if all there is to do is to wait for a tier."""
+"""Seconds to sleep at a time if the scheduler only waits for a tier."""
 DEFERRED = 5
-"""One in so many tokens of a sequence writes its state; the others stay in the delta log. More of them would cost more
-to replay than they save."""
+"""One in `DEFERRED` tokens of a sequence writes the state; the updates of the others stay in the delta log. More
+updates there would cost more to replay than they save."""
 
 
 def defers(pool: HybridCache, cache: SequenceCache) -> bool:
@@ -62,8 +62,8 @@ def defers(pool: HybridCache, cache: SequenceCache) -> bool:
 
 def checkpoints_of(pool: HybridCache, cache: SequenceCache, wanted: Iterable[int], count: int
                    ) -> tuple[tuple[int, int], ...]:
-    """`PlannedRow.checkpoints` of a row with the next `count` tokens: the wanted positions in it for which a slot is
-    free."""
+    """Returns `PlannedRow.checkpoints` of a row with the next `count` tokens: the wanted positions in the row, as far
+    as slots are free."""
     if not wanted:
         return ()
     return tuple((position, slot) for position in wanted if cache.done < position <= cache.done + count
@@ -71,26 +71,26 @@ def checkpoints_of(pool: HybridCache, cache: SequenceCache, wanted: Iterable[int
 
 
 Scheduled = tuple[Sequence, int]
-"""A sequence and its tokens in a step."""
+"""A sequence and the number of its tokens in a step."""
 
 
 class Scheduler:
-    """Queues of waiting and running sequences over a cache that grants them pages and slots."""
+    """Holds the queues of waiting and running sequences. The cache grants them pages and slots."""
 
     def __init__(self, cache: HybridCache, max_batch: int, token_budget: int, times: StepTimes | None = None,
                  mixes: bool = True, defer_from: int | None = None, adapts: bool = False) -> None:
-        """times: limits the prompt tokens of a step; None: the token budget alone does. mixes: prompts and drafts may
-        be in one step. defer_from: number of rows from which on state writes are deferred; None: never. adapts: as in
-        `Capabilities`."""
+        """times: limits the prompt tokens of a step; None: only the token budget limits them. mixes: a step may have
+        both prompts and drafts. defer_from: least number of rows at which state writes are deferred; None: never.
+        adapts: as in `Capabilities`."""
         self.cache, self.max_batch, self.token_budget, self.times = cache, max_batch, token_budget, times
         self.mixes, self.defer_from, self.adapts = mixes, defer_from, adapts
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []
         self.leaving: list[SequenceCache] = []
-        """Caches of ended sequences, whose last row is in flight."""
+        """Caches of ended sequences that still have a row in flight."""
         self.failed: list[tuple[Sequence, Exception]] = []
-        """Waiting sequences that could not be admitted, and why. The engine ends them."""
+        """Waiting sequences that could not be admitted, with the errors. The engine ends them."""
         self.preemptions = self.turns = self._step = 0
         self._hurried = self._in_burst = False
 
@@ -99,7 +99,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self) -> tuple[StepPlan, list[Sequence]]:
-        """Returns the next step and the sequence of each row. Every position in it has its page (L4)."""
+        """Returns the next step and the sequence of each row. Every position in the step has its page (L4)."""
         self._step += 1
         self._take_turns()
         awaited = self._admit()
@@ -122,9 +122,9 @@ class Scheduler:
         return self.plan(rows), [sequence for sequence, _ in scheduled]
 
     def schedule_prompts(self, decoded: int, leaving: Collection[Sequence]) -> list[Scheduled] | None:
-        """Prompts for the step behind one in flight, beside `decoded` tokens of answers. leaving: sequences that end
-        with the step in flight, so that their places are free. Takes pages only if they are free. None: a sequence
-        would be preempted; then nothing has changed."""
+        """Returns the prompts of the step after the one in flight, and takes free pages for them. Returns None if a
+        sequence would have to be preempted; then no page is taken. decoded: tokens of answers in the same step.
+        leaving: sequences that end with the step in flight, so that their places are free."""
         staying = [sequence for sequence in self.running if sequence not in leaving]
         if self.waiting and self._due(self._step + 1, staying):
             return None
@@ -137,15 +137,15 @@ class Scheduler:
         return sorted(scheduled, key=_order)
 
     def schedule_drafts(self) -> None:
-        """Counts a step behind one in flight that has the same sequences, all that run."""
+        """Counts a step after the one in flight. Both steps have the same sequences: all running ones."""
         self._step += 1
 
     def plan(self, rows: Iterable[PlannedRow]) -> StepPlan:
-        """The step of these rows, and of all operations that were queued before."""
+        """Returns the plan of a step with these rows, and with all operations that were queued before."""
         return StepPlan(tuple(rows), self.cache.operations.take())
 
     def row(self, sequence: Sequence, count: int, deferring: bool = False) -> PlannedRow:
-        """The row of a sequence's next `count` tokens, drafts among them."""
+        """Returns the row of a sequence's next `count` tokens, including its drafts."""
         cache = sequence.cache
         assert cache is not None
         done, end = cache.done, cache.done + count
@@ -170,11 +170,11 @@ class Scheduler:
         )
 
     def defers_state_writes(self, rows: int) -> bool:
-        """True if a decode step of so many rows may defer state writes."""
+        """True if a decode step with this number of rows may defer state writes."""
         return self.defer_from is not None and rows >= self.defer_from
 
     def _share_budget(self, prompts: List[Sequence], awaited: dict[Sequence, int], decoded: int) -> list[Scheduled]:
-        """The prompts of a step and their token counts. decoded: tokens of answers in the same step."""
+        """Returns the prompts of a step and their token counts. decoded: tokens of answers in the same step."""
         budget = max(self.token_budget - decoded, 1)
         readable = _readable([sequence for sequence in prompts if sequence.cache])
         goals = [min(most, awaited.get(sequence, len(sequence.tokens)) - sequence.done)
@@ -189,7 +189,7 @@ class Scheduler:
         return [(sequence, count) for sequence, count in zip(readable, counts, strict=True) if count]
 
     def _burst(self, prompts: Iterable[Sequence], goals: Iterable[int]) -> bool:
-        """`is_burst` for the prompts that one step could bring to their first token."""
+        """Returns `is_burst` for the prompts that one step could bring to their first token."""
         near = [sequence for sequence, goal in zip(prompts, goals, strict=True)
                 if sequence.reading and goal <= self.token_budget]
         answers = (sequence for sequence in self.running if not _is_prompt(sequence))
@@ -197,8 +197,8 @@ class Scheduler:
         return self._in_burst
 
     def pause(self, sequence: Sequence) -> None:
-        """Stops a sequence until `resume`. It owns nothing meanwhile; what it has processed is cached like any
-        prefix."""
+        """Stops a sequence until `resume`. Meanwhile it has no pages and no slot; its processed tokens are cached like
+        any prefix."""
         if sequence in self.paused:
             return
         self._leave_fork(sequence)
@@ -211,7 +211,7 @@ class Scheduler:
         self.paused.append(sequence)
 
     def resume(self, sequence: Sequence) -> None:
-        """Queues a paused sequence again, before later ones."""
+        """Queues a paused sequence again, before sequences that arrived later."""
         if sequence not in self.paused:
             return
         self.paused.remove(sequence)
@@ -222,7 +222,7 @@ class Scheduler:
         self.waiting.insert(place, sequence)
 
     def remove(self, sequence: Sequence, keep: bool = False) -> None:
-        """Removes a sequence and releases what it owns. keep: its state may be reused."""
+        """Removes a sequence and releases its cache. keep: its state may be reused."""
         self._leave_fork(sequence)
         self._end_rest(sequence)
         if sequence.cache is None:
@@ -233,7 +233,7 @@ class Scheduler:
         sequence.cache = None
 
     def leave(self, sequence: Sequence) -> None:
-        """Removes a running sequence whose last row is in flight: its cache stays until `release_left`."""
+        """Removes a running sequence that still has a row in flight. Its cache stays until `release_left`."""
         assert sequence.cache is not None
         self.leaving.append(sequence.cache)
         self._leave_fork(sequence)
@@ -242,16 +242,16 @@ class Scheduler:
         sequence.cache = None
 
     def release_left(self, cache: SequenceCache, keep: bool) -> None:
-        """Releases the cache of a sequence that has left. keep: its last row is finite."""
+        """Releases the cache of a sequence that `leave` has removed. keep: its last row is finite."""
         self.leaving.remove(cache)
         self.cache.release(cache, keep)
 
     def start_over(self, sequence: Sequence) -> None:
-        """Makes a running sequence, whose state may be wrong, process its tokens again."""
+        """Makes a running sequence process its tokens again, because its state may be wrong."""
         self._preempt(sequence, sound=False)
 
     def start_all_over(self) -> None:
-        """As `start_over` for all running sequences. Waiting choices process their prompts themselves."""
+        """Applies `start_over` to all running sequences. Waiting choices then process their prompts themselves."""
         for sequence in reversed(self.running[:]):
             self.start_over(sequence)
         for cache in self.leaving[:]:
@@ -279,21 +279,21 @@ class Scheduler:
         self.waiting = deque([*ordered, *(sequence for sequence in self.waiting if sequence not in first)])
         if not full:
             return None
-        room = len(ordered[0].tokens) + 2 * QUANTUM * len(running)  # the others go on while one rests
+        room = len(ordered[0].tokens) + 2 * QUANTUM * len(running)  # the others continue while one rests
         rests = self.cache.can_preempt(room)
         return preempted_by(ordered[0], running, step, partial(self._turn, rests=rests))
 
     def _turn(self, sequence: Sequence, rests: bool) -> int | None:
-        """The least quantum of a sequence, by the cost of resuming it; None: that takes more than a step. rests: its
-        state stays in the cache."""
+        """Returns the minimum quantum of a sequence, from the cost of resuming it; None if resuming takes more than one
+        step. rests: its state stays in the cache."""
         if rests:
             return 0
         return quantum_to_process(sequence.done, len(self.running)) if sequence.done <= self.token_budget else None
 
     def _admit(self, leaving: int = 0) -> dict[Sequence, int]:
-        """Starts waiting sequences in order, except those whose prefix a running sequence processes or a tier loads.
-        leaving: running sequences whose places become free. Returns the running sequences that others wait for, each
-        with the nearest position that is waited for."""
+        """Starts waiting sequences in order, but skips a sequence while another one processes its prefix, or a tier
+        loads it. Returns the running sequences that others wait for, each with the nearest awaited position. leaving:
+        number of running sequences that make their places free."""
         held, awaited, examined, loads = list[Sequence](), dict[Sequence, int](), 0, Counter[bool]()
         while (self.waiting and len(self.running) - leaving < self.max_batch
                and examined < _MAX_NEW_WAITS and len(held) < _MAX_HELD):
@@ -318,7 +318,7 @@ class Scheduler:
                     if not self.cache.spared:
                         self.waiting.appendleft(sequence)
                         break
-                    if not sequence.queue.passed:  # what it has loaded must not keep others from loading
+                    if not sequence.queue.passed:  # its loaded content must not keep others from loading
                         sequence.queue.passed, sequence.queue.load = True, None
             held.append(sequence)
             loads[sequence.queue.passed] += sequence.queue.load is not None and sequence.queue.load.begun
@@ -331,7 +331,7 @@ class Scheduler:
         return awaited
 
     def _await_load(self, sequence: Sequence, begin: bool) -> bool:
-        """True if a tier still loads more of this sequence's prompt than the tree has. begin: it may start to."""
+        """True if a tier still loads more of the sequence's prompt than the tree has. begin: the tier may start."""
         if sequence.queue.fork_point or sequence.scoring or not self.cache.tiers:
             return False
         keys = sequence.key_array
@@ -339,7 +339,7 @@ class Scheduler:
         return not sequence.queue.load.poll(begin)
 
     def _known(self, sequence: Sequence) -> int:
-        """Tokens of the sequence that the tree has; compared again only if the tree has changed."""
+        """Returns the number of the sequence's tokens that the tree has. Counts again only if the tree has changed."""
         known, changes = sequence.queue.known
         if changes != self.cache.tree.changes:
             known = self.cache.tree.cached_length(sequence.key_array, not sequence.embeds)
@@ -347,8 +347,8 @@ class Scheduler:
         return known
 
     def _await_prefix(self, sequence: Sequence) -> bool:
-        """Makes a sequence wait for one that processes a prefix of it, if that pays. The other one will keep a
-        checkpoint at the end of the prefix."""
+        """Makes a sequence wait for another one that processes their common prefix, if waiting pays. The other one will
+        keep a checkpoint at the end of the prefix. Returns True if the sequence waits."""
         sequence.queue.prefix_wait = None
         if not self.cache.reuse or sequence.queue.fork_point or sequence.scoring:
             return False
@@ -370,12 +370,12 @@ class Scheduler:
             other.wanted = tuple(sorted({*other.wanted, position}))
             sequence.queue.prefix_wait = position, other
         elif passed[0] > self._known(sequence) + PAGE and passed[1].cache:
-            # otherwise it enters the tree with the first token of its sequence
+            # otherwise this checkpoint would enter the tree only with the first token of its sequence
             self.cache.commit_if_finite(passed[1].cache)
         return sequence.queue.prefix_wait is not None
 
     def _allocate(self, sequence: Sequence) -> SequenceCache | None:
-        # beside others it must fit with its next token, or one of them would be preempted at once
+        # if others run, its next token must fit, too, or one of them would be preempted at once
         room = len(sequence.tokens) + 1 if self.running else 0
         fork, cache, keys, known = sequence.queue.fork_point, None, sequence.own_keys(), sequence.key_array
         if fork is not None:
@@ -400,8 +400,8 @@ class Scheduler:
         return cache
 
     def _grant(self, sequence: Sequence, count: int, scheduled: list[Scheduled]) -> int:
-        """Returns up to `count` tokens that have pages, at least one if possible: takes them from the prompt ends that
-        waiting choices would fork, then from the youngest running sequences."""
+        """Reserves pages for up to `count` tokens. Returns the number of tokens; 0 if the sequence itself is preempted.
+        Frees pages of prompt ends that waiting choices would fork, then of the youngest running sequences."""
         assert sequence.cache is not None
         while not (granted := self.cache.reserve(sequence.cache, count)):
             if self._drop_fork():
@@ -414,12 +414,12 @@ class Scheduler:
         return granted
 
     def _youngest(self, line: Line | None) -> Sequence:
-        """The youngest running sequence, of the trunk of a line if one is given."""
+        """Returns the youngest running sequence; if a line is given, the youngest with the same trunk."""
         lines = ((one, one.cache and one.cache.line) for one in reversed(self.running))
         return next(one for one, own in lines if line is None or (own and own.trunk is line.trunk))
 
     def _drop_fork(self) -> bool:
-        """Makes the youngest waiting choices process their prompt themselves."""
+        """Makes the youngest waiting choices process their prompt instead of forking its end. False if none wait."""
         fork = next((s.queue.fork_point for s in reversed(self.waiting) if s.queue.fork_point), None)
         for sequence in list(self.waiting) if fork else ():
             if sequence.queue.fork_point is fork:
@@ -433,8 +433,8 @@ class Scheduler:
         self.preemptions += 1
 
     def _release(self, sequence: Sequence, resting: bool = False, sound: bool = True) -> None:
-        """Releases a running sequence's cache. What it has processed goes to the tree if it is finite. resting: it will
-        resume soon, so the state is kept for it."""
+        """Releases a running sequence's cache. The processed tokens go to the tree if their state is finite. resting:
+        the sequence will resume soon, so its state is kept. sound: False if the state may be wrong."""
         cache = sequence.cache
         assert cache is not None
         sound = sound and (sequence.generated > 0 or self.cache.commit_if_finite(cache))
@@ -464,7 +464,7 @@ def _is_prompt(sequence: Sequence) -> bool:
 
 
 def _readable(prompts: Iterable[Sequence]) -> dict[Sequence, int]:
-    """The prompts that a step can process, with their largest token counts."""
+    """Returns the prompts that a step can process, each with its largest token count."""
     found, left = dict[Sequence, int](), _MAX_SCORED
     for sequence in prompts:
         count = min(sequence.readable, left) if sequence.scoring else sequence.readable
@@ -475,7 +475,7 @@ def _readable(prompts: Iterable[Sequence]) -> dict[Sequence, int]:
 
 
 def _reuse(tokens: int, diverged: int, cache: SequenceCache) -> str:
-    """Explains how much of a prompt was reused."""
+    """Returns a text for the log: how much of a prompt was reused."""
     source = f" of the {cache.source} tier" if cache.source else ""
     resumed = f"resumed at checkpoint {cache.done:,}{source}" if cache.done else "no checkpoint before that: read anew"
     if cache.done == tokens:
@@ -486,13 +486,13 @@ def _reuse(tokens: int, diverged: int, cache: SequenceCache) -> str:
 
 
 def _common(sequence: Sequence, other: Sequence) -> int:
-    """The last position of another sequence's prompt whose state this one could resume from."""
+    """Returns the last position of another sequence's prompt from which this one could resume."""
     common, vector = common_length(sequence.prompt_keys, other.prompt_keys), sequence.embeds or other.embeds
     return common if common == len(other.request.prompt) and not vector else min(common, len(sequence.tokens) - 1)
 
 
 def _passed(sequence: Sequence, common: int) -> int:
-    """The last position up to `common` at which a running prompt has left a state."""
+    """Returns the last position up to `common` at which a running prompt has left a state."""
     assert sequence.cache is not None
     return max((position for position in sequence.cache.checkpoint_slots if position <= common), default=0)
 

@@ -30,30 +30,30 @@ from deltic.params import (
 from deltic.spec_decode.draft_length import Acceptance
 
 LONGEST = 128
-"""Tokens of the longest group whose repetition is detected."""
-_SHORT = 8  # a run of dashes or spaces and a column of zeros are no circle: shorter groups must fill as many tokens
+"""Length in tokens of the longest group that is detected when it repeats."""
+_SHORT = 8  # shorter groups must fill as many tokens: runs of dashes, spaces or zeros are legitimate
 
 
 class Repeats:
-    """Detects an answer that ends with the same group of 1 to LONGEST tokens again and again.
+    """Detects an answer that repeats the same group of 1 to LONGEST tokens at its end.
 
-    times: repetitions in a row that are enough, at least 2. Groups of fewer than 8 tokens must fill as many tokens as a
-    group of 8 would: a single token must come 8 * times times. The cost of a token depends on how often it occurs among
-    the last LONGEST, not on the answer's length.
+    times: number of repetitions in a row that is enough, at least 2. Groups of fewer than 8 tokens must fill as many
+    tokens as a group of 8 would: a single token must occur 8 * times times. The cost of a token depends on how often it
+    occurs among the last LONGEST tokens, not on the answer's length.
     """
 
     def __init__(self, times: int) -> None:
-        # by period: how many of the last tokens, one after the other, equal the token a period before, where any do;
-        # and when these and the period before the first of them are enough
+        # both by period: the number of last tokens in a row that equal the token one period before (if not 0), and the
+        # number at which these tokens, with the period before the first of them, are enough
         self._equal: dict[int, int] = {}
         self._enough = [times * max(period, _SHORT) - period for period in range(LONGEST + 1)]
-        # the last tokens, and where each of them stands
+        # the last LONGEST tokens, and the positions of each
         self._last: deque[int] = deque()
         self._places: defaultdict[int, deque[int]] = defaultdict(deque)
         self._count = 0
 
     def push(self, token: int, /) -> bool:
-        """Adds a token. True if the answer repeats itself with it."""
+        """Adds a token. Returns True if the answer now repeats itself."""
         before, enough, places, count = self._equal, self._enough, self._places[token], self._count
         equal = self._equal = {count - place: before.get(count - place, 0) + 1 for place in places}
         places.append(count)
@@ -69,7 +69,7 @@ class Repeats:
 
 @dataclass(slots=True, eq=False)
 class ForkPoint:
-    """The end of a prompt, with its logits, that several choices continue. `waiting` choices have not forked it yet."""
+    """The end of a prompt, with its logits, that several choices continue. waiting: choices that have yet to fork."""
 
     snapshot: CacheSnapshot
     waiting: int
@@ -77,16 +77,16 @@ class ForkPoint:
 
 @dataclass(slots=True)
 class QueueState:
-    """Owned by the scheduler.
+    """Fields that the scheduler owns.
 
-    fork_point: the prompt end to fork instead of processing the prompt.
+    fork_point: the prompt end that it forks, so that it need not process the prompt.
     prefix_wait: a position, and the running sequence that must reach it first.
-    load: what the tiers load for it.
-    known: the prefix tree's tokens of it, and the tree's change count at that time.
-    turn: the step since which it runs or waits without a break.
-    rest: the state to resume, if it was preempted at the end of its quantum.
+    load: the request to load its prefix from the tiers.
+    known: number of its tokens that the prefix tree has, and the tree's change count at that time.
+    turn: the step at which it last began to run or to wait.
+    rest: the state from which it resumes, if it was preempted at the end of its quantum.
     line: the conversation that it belongs to, once it has run.
-    passed: others are admitted before it, as it waits for relatives.
+    passed: True if others are admitted before it, because it waits for relatives.
     """
 
     fork_point: ForkPoint | None = None
@@ -101,14 +101,14 @@ class QueueState:
 
 @dataclass(slots=True)
 class SamplerState:
-    """Owned by the sampler.
+    """Fields that the sampler owns.
 
-    counts: occurrences of the answer's tokens.
+    counts: number of occurrences of each token in the answer.
     penalties: kept penalties and biases of all tokens (`Penalties`).
-    logits [V]: those of the last token, if known.
-    processing: the request's logits processors at work on them (`Processing`).
+    logits [V]: the logits of the last token, if known.
+    processing: the request's logits processors while they change these logits (`Processing`).
     mask: the allowed next tokens, if they are computed before the step.
-    mask_seconds: recent time per mask.
+    mask_seconds: recent time per mask, in seconds.
     """
 
     counts: Counter[int] = field(default_factory=Counter)
@@ -121,10 +121,10 @@ class SamplerState:
 
 @dataclass(slots=True)
 class DraftState:
-    """Owned by speculative decoding.
+    """Fields that speculative decoding owns.
 
     tokens: drafts to verify in the next step.
-    drafted, accepted: drafts so far, and the right ones among them.
+    drafted, accepted: numbers of drafts so far, and of the right ones among them.
     acceptance: statistics for the draft length.
     """
 
@@ -136,7 +136,7 @@ class DraftState:
 
 @dataclass(slots=True)
 class ImageState:
-    """Owned by the image encoder.
+    """Fields that the image encoder owns.
 
     positions, offset, pictures: as in `Prompt`.
     first_unencoded: index of the first image token without an embedding.
@@ -150,7 +150,7 @@ class ImageState:
 
 @dataclass(slots=True)
 class Times:
-    """In seconds of time.perf_counter. admitted: when the sequence first ran."""
+    """Points in time, in seconds of time.perf_counter. admitted: the time at which the sequence first ran."""
 
     arrived: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
@@ -161,22 +161,22 @@ class Times:
 class Sequence:
     """One choice of one request.
 
-    tokens: ids of prompt and answer; those after `cache.done` are still to be processed. Until it first runs they are
-        the request's own prompt, so that waiting sequences need no copies.
+    tokens: ids of prompt and answer; the ids from index `cache.done` on are still to be processed. Until the sequence
+        first runs, this is the request's own prompt, so that waiting sequences need no copies.
     eos: ids that end the answer.
-    limit: tokens at which it ends with reason "length".
-    repeats: ends it with that reason if it repeats itself.
-    guide: forces tokens.
+    limit: number of tokens at which it ends with reason "length".
+    repeats: ends it with reason "length" if the answer repeats itself.
+    guide: forces the next tokens.
     constraint: restricts the next tokens.
     cache: None while waiting.
     prompt_keys: the prompt's keys as an array, so that parts compare quickly; choices share it.
-    stable_prefixes: lengths at which following prompts are expected to diverge.
-    wanted: prompt positions whose state is worth a checkpoint.
-    cached: prompt tokens that the cache knew.
+    stable_prefixes: prompt lengths at which later prompts are expected to diverge.
+    wanted: prompt positions that are worth a checkpoint.
+    cached: number of prompt tokens that the cache had.
     scores: log probabilities of prompt tokens.
-    keys: compared instead of tokens to find common prefixes; of text without a salt the tokens themselves.
-    embeds: the request wants a vector and no tokens.
-    group: shares its client's places. client: shares all places.
+    keys: compared instead of tokens to find common prefixes; equal to the tokens for text without a salt.
+    embeds: True if the request wants a vector and no tokens.
+    group: the groups of a client share its places in the batch. client: the clients share all places.
     """
 
     request: EngineRequest
@@ -225,12 +225,12 @@ class Sequence:
 
     @property
     def adapter(self) -> str:
-        """The identity of its adapter; "": none."""
+        """The identity of the sequence's adapter; "" if it has none."""
         return self.request.adapter.identity if self.request.adapter else ""
 
     @property
     def key_array(self) -> array[int]:
-        """The keys as an array; the same one until there is an answer. Must not be changed."""
+        """The keys as an array, which must not be changed. It is `prompt_keys` itself until the answer begins."""
         return self.prompt_keys if len(self.prompt_keys) == len(self.keys) else array("q", self.keys)
 
     @property
@@ -239,12 +239,12 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens to process before the next one can be sampled."""
+        """Number of tokens to process before the next one can be sampled."""
         return len(self.tokens) - self.done
 
     @property
     def readable(self) -> int:
-        """Pending tokens before the first image without embeddings."""
+        """Number of pending tokens before the first image without embeddings."""
         return self.pending if self.images.first_unencoded is None else max(self.images.first_unencoded - self.done, 0)
 
     @property
@@ -269,7 +269,7 @@ class Sequence:
 
     @property
     def held(self) -> bool:
-        """True while the prefix that it waits for is not processed."""
+        """True while it waits for a prefix that another sequence has not processed yet."""
         if self.queue.prefix_wait is None:
             return False
         position, other = self.queue.prefix_wait
@@ -283,7 +283,7 @@ class Sequence:
 
     @property
     def report(self) -> tuple[TokenLogprobs, ...] | None:
-        """The log probabilities of prompt tokens, for the first event."""
+        """The log probabilities of the prompt tokens, for the answer's first event."""
         wanted = self.sampling.prompt_logprobs is not None and not self.choice
         return tuple(self.scores) if wanted and not self.scoring and self.generated < 2 else None
 
@@ -299,11 +299,11 @@ class Sequence:
 
     @property
     def needs_fork(self) -> bool:
-        """True if the request's other choices fork here: its prompt has just been processed."""
+        """True if the request's other choices fork from this sequence once its prompt has been processed."""
         return self.sampling.n > 1 and not self.choice and not self.generated
 
     def own_keys(self) -> list[int]:
-        """The keys as a list of the sequence's own. Copies tokens and keys at the first call."""
+        """Returns the keys as a list that the sequence owns. Copies tokens and keys at the first call."""
         if not isinstance(self.tokens, list):
             same, self.tokens = self.keys is self.tokens, list(self.tokens)
             self.keys = self.tokens if same else list(self.keys)
@@ -311,7 +311,7 @@ class Sequence:
         return self.keys
 
     def rotary(self, start: int, count: int) -> Positions | int:
-        """The rotary positions of `count` tokens from `start` on, or their offset from the cache indices."""
+        """Returns the rotary positions of `count` tokens from `start` on, or their offset from the cache indices."""
         if self.images.positions is None or start >= len(self.request.prompt):
             return self.images.offset
         end, after = start + count, max(len(self.request.prompt), start)
@@ -320,18 +320,18 @@ class Sequence:
         return first, second, third
 
     def start(self, cache: SequenceCache) -> None:
-        """Starts on this cache, which may hold the first tokens already."""
+        """Starts the sequence on this cache, which may already contain its first tokens."""
         self.cache, self.queue.load, self.queue.prefix_wait = cache, None, None
         self.images.first_unencoded = next(
             (picture.start for picture in self.images.pictures if picture.end > cache.done), None
         )
-        if self.times.admitted is None:  # later it may find its own tokens
+        if self.times.admitted is None:  # when it resumes, the cache may have its own tokens
             self.times.admitted = time.perf_counter()
             self.cached = cache.done
         self.sampler.logits = cache.logits if cache.done == len(self.tokens) else None
         cache.likely_resume.update(self.stable_prefixes)
         if cache.shared > cache.done + 2 * PAGE:
-            # another prompt diverged here: keep a checkpoint for the third one
+            # another prompt diverged here: keep a checkpoint for a third one
             self.wanted = tuple(sorted({*self.wanted, cache.shared}))
             cache.likely_resume.add(cache.shared)
 

@@ -1,4 +1,4 @@
-"""Prefixes of a model's cache as files: copied out of the pools as for a tier, and back as from one."""
+"""Saves prefixes of a model's cache to files, and loads them. They are copied out of the pools as for a tier."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from deltic.engine.worker import Worker
 
 _MOST_SAVED: Final = 8
-"""Boundaries of a saved prefix: its end, and those before it at which prompts are likely to part."""
+"""Number of positions in a saved prefix: its end, and earlier positions at which prompts are likely to diverge."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptPosition:
-    """A position in the pools. logits: of its last token, if known."""
+    """A position in the pools. logits: the logits of its last token, if known."""
 
     done: int
     pages: tuple[int, ...]
@@ -76,7 +76,7 @@ class AnswerKeeper(Protocol):
 
 
 class StateFiles:
-    """Writes prefixes of one model to directories, and reads them. For any thread."""
+    """Writes prefixes of one model to directories, and reads them. Thread-safe."""
 
     def __init__(self, runtime: Model, answers: AnswerKeeper | None = None) -> None:
         """answers: keeps records of answers for later prompts."""
@@ -86,15 +86,15 @@ class StateFiles:
 
     @property
     def model(self) -> StateModel:
-        """The model as manifests name it. The first call reads the files of the weights, unless the cache directory
-        knows their digests. Raises ConfigError for a model that is not known by its files."""
+        """The model as manifests name it. The first call reads the files of the weights, unless the cache directory has
+        their digests. Raises ConfigError for a model that is not identified by its files."""
         with self._lock:
             self._model = self._model or _state_model(self._runtime)
         return self._model
 
     def save_sequence(self, owner: SequenceCache, directory: str | Path, name: str) -> SavedState:
         """Saves all tokens of a sequence. Call it while no step of the sequence is in flight."""
-        cache, model = self._runtime.cache, self.model  # raises before anything is copied
+        cache, model = self._runtime.cache, self.model  # may raise, so it comes before anything is copied
         if owner.unflushed:
             cache.states.flush(owner)
         here = KeptPosition(owner.done, tuple(owner.pages[:-(-owner.done // PAGE)]), owner.slot)
@@ -116,13 +116,13 @@ class StateFiles:
 
     def read(self, directory: str | Path, id: str | None
              ) -> tuple[list[LoadedPrefix], SavedState, SavedAnswer | None]:
-        """As `read_state`. id: its beginning will do; None: the only one."""
+        """Works like `read_state`. id: the id of a state or its beginning; None: the only state."""
         store = StateDirectory(directory)
         validator: Any = self._runtime.cache.pools.item_validator
         return read_state(store, store.find(id), self.model, validator, self._runtime.memory.max_context)
 
     def keeps(self, worker: Worker, request: EngineRequest) -> bool:
-        """True if the state at the very end of a request's prompt is kept, so that it can be saved as it is."""
+        """True if the cache has the state at the very end of a request's prompt, so that it can be saved as it is."""
         def found(engine: Any) -> bool:
             with engine.resting_cache() as cache:
                 return cache.tree.at(engine.keys_of(request)) is not None
@@ -130,24 +130,24 @@ class StateFiles:
 
     def save(self, worker: Worker, request: EngineRequest, directory: str | Path, name: str = "",
              answer: KnownAnswer | None = None, most: int | None = None) -> SavedState:
-        """Saves the longest kept prefix of a request's prompt. answer: the last one in it. most: bytes that the
-        directory may have in all. Raises StateError if nothing of it is kept."""
+        """Saves the longest prefix of a request's prompt that the cache has. answer: the last answer in it. most: upper
+        bound in bytes for the whole directory. Raises StateError if the cache has no prefix."""
         if request.adapter:
             raise StateError("states of adapters cannot be saved: name the base model")
         if any(key != id for key, id in zip(getattr(request.prompt, "keys", ()), request.ids, strict=False)):
             raise StateError("a prompt with pictures cannot be saved: save what comes before them")
-        model = self.model  # before the engine is asked, as this may take long
+        model = self.model  # this may take long, so it comes before the call of the engine
         copies = worker.execute(partial(_copy_out, request=request))
         return write_state(StateDirectory(directory), model, copies(), name, _portable(answer), most)
 
     def load(self, worker: Worker, directory: str | Path, id: str | None = None, salt: str = "") -> SavedState:
-        """Puts a saved prefix into the cache, for requests with this salt. Raises StateError with the reason if that is
+        """Puts a saved prefix into the cache, for requests with this salt. Raises StateError with the reason if this is
         not possible."""
         prefixes, saved, answer = self.read(directory, id)
         for loaded in prefixes:
-            # tiers skip what comes while much waits to be written
+            # tiers skip new items while many wait to be written
             wait(worker.execute(partial(_copy_in, loaded=loaded, salt=salt)))
-        if answer and self._answers and not salt:  # the record's key is for no owner
+        if answer and self._answers and not salt:  # the record's key is for requests without a salt
             with suppress(ValueError):
                 data = b64decode(answer.data, validate=True)
                 self._answers.keep_answer(answer.key, prefixes[-1].tokens[:answer.tokens], data)
@@ -155,7 +155,7 @@ class StateFiles:
 
 
 def _portable(answer: KnownAnswer | None) -> SavedAnswer | None:
-    """Returns an answer as manifests have it; None if there is none, or a very large one."""
+    """Returns an answer in the form of manifests; None if there is no answer, or a very large one."""
     if answer is None or len(answer.data) > LARGEST_RECORD:
         return None
     return SavedAnswer(key=answer.key, tokens=len(answer.ids), data=b64encode(answer.data).decode())
@@ -168,7 +168,7 @@ def _state_model(runtime: Model) -> StateModel:
     options, dtype = runtime.options, runtime.pools.shards[0].keys.dtype
     made, weights = runtime.identity.made, runtime.identity.weights
     whole = whole_identity(made, options, runtime.decoder.ops, dtype)
-    if made.facts["random"]:  # these differ by dtype and device
+    if made.facts["random"]:  # random weights differ by dtype and device
         weights = whole
     weights = Identity({**weights.facts, "layout": STATE_LAYOUT}, weights.marks)
     digests = FileDigests(_directory_of(options))
@@ -179,10 +179,10 @@ def _state_model(runtime: Model) -> StateModel:
 
 
 def _directory_of(options: EngineConfig) -> CacheDirectory | None:
-    """Returns the cache directory, which remembers digests of files, if there is one."""
+    """Returns the cache directory, which stores digests of files; None if there is none."""
     try:
         return CacheDirectory(options.cache_dir) if options.cache_dir else None
-    except ConfigError:  # the tier has warned
+    except ConfigError:  # the tier has logged a warning
         return None
 
 
@@ -190,7 +190,7 @@ def _directory_of(options: EngineConfig) -> CacheDirectory | None:
 
 
 class _CopiedParts:
-    """Takes prefixes from the pools as a tier does, ascending, each up to a later boundary than the one before."""
+    """Copies prefixes from the pools as a tier does, in ascending order of their lengths."""
 
     def __init__(self) -> None:
         self._copier = DeviceToHostCopy()
@@ -203,12 +203,12 @@ class _CopiedParts:
         self.done = done
 
     def on_host(self) -> list[PrefixPart]:
-        """Waits for the copies."""
+        """Waits for the copies, and returns them."""
         return [PrefixPart(start, done, run(), state()) for start, done, run, state in self._copies]
 
 
 def copy_out(cache: HybridCache, tokens: array[int], positions: Sequence[KeptPosition]) -> _CopiedParts:
-    """Queues copies of a prefix at these positions, ascending. They are made when the operations are carried out."""
+    """Queues copies of a prefix at these ascending positions. They are made when the operations are carried out."""
     parts = _CopiedParts()
     for position in positions:
         request = StoreRequest(tokens[:position.done], position.logits, (parts,))
@@ -231,8 +231,8 @@ def _copy_out(engine: Any, request: EngineRequest) -> Callable[[], list[PrefixPa
 
 
 def _worth_saving(deepest: Checkpoint) -> list[Checkpoint]:
-    """Returns a position, and those before it at which prompts are likely to resume, ascending. Between positions that
-    are less than a page apart tokens are cheaper than a state."""
+    """Returns a position and the earlier ones at which prompts are likely to resume, in ascending order. Skips
+    positions that are less than a page apart: processing the tokens between them is cheaper than a state."""
     found, one = [deepest], deepest.parent
     while one is not None and len(found) < _MOST_SAVED:
         if (one.likely_resume or one.pinned) and found[-1].done - one.done >= PAGE:
@@ -245,21 +245,21 @@ def _worth_saving(deepest: Checkpoint) -> list[Checkpoint]:
 
 
 class _Files:
-    """What sequences that start from a file name as their tier."""
+    """Stands for the tier of sequences that start from a file."""
 
     def __init__(self) -> None:
         self.name, self.hits, self.hit_tokens = "file", 0, 0
 
 
 def copy_in(cache: HybridCache, loaded: LoadedPrefix, keys: array[int]) -> SequenceCache | None:
-    """Returns a sequence cache at the end of a prefix from a file, or of a longer one that is kept; None if pages or
-    slots are short. keys: of its tokens."""
+    """Returns a sequence cache at the end of a prefix from a file, or of a longer prefix that the cache has; None if it
+    lacks pages or slots. keys: the keys of the prefix's tokens."""
     source: Any = _Files()
     return cache.admit(keys, load=LoadRequest(keys, 0, (), loaded=replace(loaded, tokens=keys), tier=source))
 
 
 def _copy_in(engine: Any, loaded: LoadedPrefix, salt: str) -> list[Future[int]]:
-    """Makes a checkpoint of a prefix, which the tiers get, too. Returns what they are writing."""
+    """Makes a checkpoint of a prefix, which also goes to the tiers. Returns the tiers' pending writes."""
     with engine.resting_cache() as cache:
         if not cache.reuse:
             raise ConfigError("a saved state goes to the prefix cache, which is off: leave out prefix_cache",

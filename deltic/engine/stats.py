@@ -1,7 +1,7 @@
-"""What an engine has done and holds, as numbers that another thread may read while it runs.
+"""Statistics of an engine, as numbers that another thread may read while the engine runs.
 
 The engine's thread writes, others read: every figure is an int, a length or a list of fixed length, so that no reader
-can meet a collection that is just changing. A reading is not a moment in time: its figures may be a step apart.
+iterates over a collection while it changes. The figures of one reading may be a step apart.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from deltic.ops.stored import ExpertStatistics
 
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper bounds of a histogram's buckets in seconds; a last bucket has what is above."""
+"""Upper bounds of a histogram's buckets in seconds; one more bucket counts all longer durations."""
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
 _LONG = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 WINDOW = 10
-"""Seconds that a `Pace` looks back."""
+"""Length in seconds of the window over which `Pace` averages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A histogram as it was read. counts: observations per bucket, one more than `bounds`; sum: in seconds."""
+    """A reading of a histogram. counts: observations per bucket, one more bucket than `bounds`. sum: in seconds."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -40,10 +40,10 @@ class Distribution:
 
 
 class Histogram:
-    """Counts durations by size. One thread observes, any may read."""
+    """Counts durations by length. One thread observes; any thread may read."""
 
     def __init__(self, bounds: tuple[float, ...] = BOUNDS) -> None:
-        """bounds: ascending; an observation counts in the first bucket whose bound it does not exceed."""
+        """bounds: ascending; an observation is counted in the first bucket with a bound that it does not exceed."""
         self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def observe(self, seconds: float) -> None:
@@ -55,11 +55,11 @@ class Histogram:
 
 
 class Pace:
-    """How many events a second there were lately. One thread counts, any may read. Times are in seconds."""
+    """Measures the recent number of events per second. One thread counts; any thread may read. Times are in seconds."""
 
     def __init__(self) -> None:
-        # a place per second, taken over when its turn comes round again; two more than are summed, for a reader
-        # whose clock was read before the writer's
+        # one place per second, reused in turn; two more than are summed, because a reader may read its clock before the
+        # writer does
         self._seconds = [(-1, 0)] * (WINDOW + 2)
 
     def count(self, now: float) -> None:
@@ -69,17 +69,17 @@ class Pace:
         self._seconds[place] = (second, events + 1 if known == second else 1)
 
     def read(self, now: float) -> float:
-        """Events per second over the last WINDOW whole seconds."""
+        """Returns the events per second over the last WINDOW whole seconds."""
         second = int(now)
         return sum(events for known, events in tuple(self._seconds) if second - WINDOW <= known < second) / WINDOW
 
 
 class TokenMeter:
-    """What the engine's thread notes at every token, and at the end of every answer.
+    """Measures latencies. The engine's thread records every token, and the end of every answer.
 
-    first_token: from a request's arrival to its first token. queued: from its arrival to the first pages it got.
-    inter_token: between two tokens of an answer; those of one step come together. latency: from a request's arrival to
-    an answer's end. finishes: answers that ended, by why.
+    first_token: from a request's arrival to its first token. queued: from a request's arrival to its first pages.
+    inter_token: between two tokens of an answer; the tokens of one step arrive together. latency: from a request's
+    arrival to an answer's end. finishes: number of ended answers by finish reason.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class TokenMeter:
         self.finishes: dict[Finish, int] = dict.fromkeys(get_args(Finish), 0)
 
     def token(self, sequence: Sequence) -> None:
-        """A sequence has drawn a token; only a request's first choice tells how long the request waited."""
+        """Records a token of a sequence. Only a request's first choice counts for the time that the request waited."""
         now = time.perf_counter()
         self.pace.count(now)
         if sequence.times.last_token is not None:
@@ -99,7 +99,7 @@ class TokenMeter:
             self.queued.observe((sequence.times.admitted or now) - sequence.times.arrived)
 
     def end(self, sequence: Sequence, unbegun: int = 0) -> None:
-        """A sequence has ended, and with it so many choices that would have begun where it did."""
+        """Records the end of a sequence. unbegun: number of choices that end with it, before they have forked."""
         self.latency.observe(time.perf_counter() - sequence.times.arrived)
         if sequence.finish:
             self.finishes[sequence.finish] += 1 + unbegun
@@ -107,7 +107,7 @@ class TokenMeter:
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """Equal units of the device's memory: in use by running sequences or kept prefixes, and all there are."""
+    """Units of the device's memory. used: units of running sequences and kept prefixes. size: all units."""
 
     used: int
     size: int
@@ -115,12 +115,12 @@ class PoolUsage:
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """Where prefixes are kept. bytes: in use (on the device, by running sequences too), of `budget`.
+    """A memory that keeps prefixes. bytes: bytes in use, of `budget`; on the device, by running sequences, too.
 
-    checkpoints: kept states.
-    evictions: states given up.
-    restored, restored_tokens: prefixes brought back from here to the device, and their tokens; None for the device
-        itself.
+    checkpoints: number of kept states.
+    evictions: number of evicted states.
+    restored, restored_tokens: numbers of prefixes copied from here to the device, and of their tokens; None for the
+        device itself.
     """
 
     name: str
@@ -134,16 +134,16 @@ class TierUsage:
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """All of an engine's figures. Sequences are choices: a request with n = 3 counts three times.
+    """All of an engine's figures. They count choices: a request with n = 3 counts three times.
 
-    finished: for whatever reason; by reason in `finishes`.
-    failed: those of them that ended with an error.
-    prompt_tokens: computed ones, those of a preempted sequence again.
-    reused_tokens: prompt tokens that the cache knew.
+    finished: choices that finished for any reason; `finishes` counts them by reason.
+    failed: finished choices that ended with an error.
+    prompt_tokens: computed prompt tokens; tokens of a preempted sequence count again.
+    reused_tokens: prompt tokens that the cache had.
     pace: generated tokens per second.
-    drafted, accepted: drafts of speculation, and the right ones among them, by their place in a step.
-    saved_seconds: the time that they saved.
-    experts: of a mixture whose experts are not all in memory.
+    drafted, accepted: numbers of drafts, and of the right ones among them, by their position in a row.
+    saved_seconds: the time that the drafts saved.
+    experts: statistics of a mixture of experts that are not all in memory.
     """
 
     running: int
@@ -173,15 +173,15 @@ class EngineSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
-    """How far a request is. read: tokens of its prompt that are done, with those that the cache knew."""
+    """The progress of a request. read: number of processed prompt tokens, including those that the cache had."""
 
     status: Literal["waiting", "prefill", "decoding", "finished"]
     read: int
 
 
 def progress(sequences: list[Sequence], prompt: int) -> RequestProgress:
-    """How far a request is whose choices these are, those that are not finished; its prompt has so many tokens. Cheap
-    and safe in any thread."""
+    """Returns the progress of a request. sequences: its unfinished choices. prompt: number of its prompt tokens. Cheap
+    and thread-safe."""
     for first in sequences[:1]:
         cache = first.cache
         if cache is None:
@@ -191,7 +191,7 @@ def progress(sequences: list[Sequence], prompt: int) -> RequestProgress:
 
 
 def snapshot(engine: Engine) -> EngineSnapshot:
-    """The engine's figures now. Cheap and safe in any thread; changes nothing."""
+    """Returns the engine's current figures. Cheap and thread-safe; changes nothing."""
     stats, scheduler, cache, meter = engine.stats, engine.scheduler, engine.runtime.cache, engine.meter
     drafts, limit = engine.speculator.stats, engine.speculator.depth.limit
     return EngineSnapshot(
@@ -228,10 +228,10 @@ def _tier(tier: TierIndex) -> TierUsage:
 class EngineStats:
     """Counters since the start.
 
-    async_steps: steps that were launched before the host had the tokens of the step before.
-    prompt_tokens: processed prompt tokens; those of a preempted request count again.
-    reused_tokens: prompt tokens of finished requests that the cache knew.
-    busy_seconds: time in steps.
+    async_steps: steps that were launched before the host had the tokens of the previous step.
+    prompt_tokens: processed prompt tokens; tokens of a preempted request count again.
+    reused_tokens: prompt tokens of finished requests that the cache had.
+    busy_seconds: total duration of steps.
     last_overhead: seconds of the last step outside of the model's forward pass.
     """
 

@@ -1,4 +1,4 @@
-"""A step as plain data: the tokens of its rows, and the operations on the pools before them."""
+"""A step as plain data: its rows with their tokens, and the operations on the cache's pools that precede them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNKNOWN = -1
 
 
 class ImageSpan(NamedTuple):
-    """Image tokens of a row: `length` from the row's `token` on take the image's embeddings from `first` on."""
+    """Image tokens of a row: `length` tokens from index `token` on use the image's embeddings from index `first` on."""
 
     token: int
     length: int
@@ -29,22 +29,22 @@ class ImageSpan(NamedTuple):
 class PlannedRow:
     """The tokens of one sequence in a step, with cache indices done, done + 1, ... in these pages.
 
-    pages: the list of the sequence's cache. It becomes longer; if pages move, the operations before the step move them.
-    slot: the state to read.
-    logits: the last tokens whose logits are wanted.
-    target: the slot to write; None: `slot`.
+    pages: the list of the sequence's cache itself; it may grow. If pages move, operations before the step move them.
+    slot: the slot of the state to read.
+    logits: number of tokens, the last ones, that need logits.
+    target: the slot of the state to write; None: `slot`.
     checkpoints: (position, slot) pairs: also write the state after `position` tokens to this slot.
-    base: tokens in the slot's state; None: done. Those after it are in the delta log.
-    delta_log: the sequence's unit of the delta log.
-    append: leave this step's tokens in the delta log instead of writing the state.
-    drafts: drafts among the tokens, the last ones.
-    drawn: the draw of the step in flight that gives the only token.
-    accepts: drafts of the step in flight that may be right. The row begins so many tokens after `done` as are right,
-        which only the device knows; the delta log has room for its tokens in any case.
+    base: number of tokens in the slot's state; None: `done`. The updates of later tokens are in the delta log.
+    delta_log: the sequence's unit in the pool of delta logs.
+    append: append this step's updates to the delta log instead of writing the state.
+    drafts: number of drafts; they are the last tokens.
+    drawn: index of the draw in the step in flight that gives the row's only token.
+    accepts: number of the sequence's drafts in the step in flight. The row begins at `done` plus the number of right
+        ones, which only the device knows; the delta log has room for its tokens in any case.
     rotary: the tokens' rotary positions, or their offset from the cache indices.
-    hidden: the hidden state of the last token is wanted.
-    scored: logits, the first ones, of prompt tokens whose log probabilities are wanted.
-    images: the image tokens.
+    hidden: True if the hidden state of the last token is wanted.
+    scored: number of logits, the first ones, that give log probabilities of prompt tokens.
+    images: the row's image tokens.
     adapter: the identity of the row's adapter; "": none.
     """
 
@@ -74,14 +74,14 @@ class PlannedRow:
 
 
 def next_row(cache: SequenceCache, tokens: tuple[int, ...], logits: int, ahead: int = 0, **fields: Any) -> PlannedRow:
-    """The row of a sequence's next tokens. ahead: tokens between its cursor and the row. fields: those of `PlannedRow`
-    that differ from their defaults."""
+    """Returns the row of a sequence's next tokens. ahead: number of tokens between its cursor and the row. fields: the
+    fields of `PlannedRow` that differ from their defaults."""
     fields = {"base": cache.base, "delta_log": cache.delta_log or 0, **fields}
     return PlannedRow(tokens, cache.done + ahead, cache.pages, cache.slot, logits, **fields)
 
 
 def image_spans(pictures: Iterable[Picture], start: int, end: int) -> tuple[ImageSpan, ...]:
-    """`PlannedRow.images` of a row with the tokens from start to end."""
+    """Returns `PlannedRow.images` of a row with the tokens from start to end."""
     spans = list[ImageSpan]()
     for picture in pictures:
         first, last = max(picture.start, start), min(picture.end, end)
@@ -91,8 +91,8 @@ def image_spans(pictures: Iterable[Picture], start: int, end: int) -> tuple[Imag
 
 
 def base_after(row: PlannedRow) -> int | None:
-    """The argument `base` of `HybridCache.commit` after a step with this row: tokens in the slot's state, if the row
-    was appended to the delta log."""
+    """Returns the argument `base` of `HybridCache.commit` after a step with this row: the number of tokens in the
+    slot's state; None if the row does not append to the delta log."""
     if not row.append:
         return None
     return ring_base(row.done if row.base is None else row.base, row.done, len(row.tokens))
@@ -100,13 +100,13 @@ def base_after(row: PlannedRow) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """rows: those of single tokens first, by slot. operations: on the pools, in order, before the rows run."""
+    """A step. rows: rows with one token first, by slot. operations: run on the pools in order, before the rows."""
 
     rows: tuple[PlannedRow, ...]
     operations: tuple[Operation, ...] = ()
 
     def to_json(self) -> str:
-        """The plan as JSON. On other pools that have had all plans before, it computes the same bits."""
+        """Returns the plan as JSON. On other pools that have run all earlier plans, it computes the same bits."""
         return json.dumps({"rows": [asdict(row) for row in self.rows], "operations": [*map(plain, self.operations)]})
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What a model on a GPU does before its first request, so that this one is as fast as later ones."""
+"""Warms up a model on a GPU, so that its first request is as fast as later ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _PROMPT_TOKENS, _NEW_TOKENS = 300, 4
 
 
 def warm_up(runtime: ModelRunner) -> None:
-    """Runs all kinds of steps (`ModelRunner.warm_up`), then answers two requests, because what draws tokens and brings
-    them to the host allocates its memory at first use. Must run in the thread of the steps, before any request."""
+    """Runs all kinds of steps (`ModelRunner.warm_up`), then answers two requests, because sampling and the copy of
+    tokens to the host allocate their memory at first use. Must run in the thread of the steps, before any request."""
     runtime.warm_up()
     if not runtime.options.on_gpu:
         return
-    cache, runtime.cache = runtime.cache, HybridCache(runtime.pools, reuse=False)  # of these requests nothing is kept
+    cache, runtime.cache = runtime.cache, HybridCache(runtime.pools, reuse=False)  # keeps nothing of these requests
     try:
         _answer(Engine(runtime))
     finally:

@@ -5,7 +5,7 @@
     Listener       <----------------------------   the events of a step, in one call per listener
     hold, call     -- inbox ------------------->   waits between two steps while the caller has the engine
 
-It knows no text and no clients: a listener brings the events to its own thread or event loop.
+The worker handles no text and no clients: a listener passes the events to its own thread or event loop.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ class Listener(Protocol):
     """Receives the events of its requests. Called in the worker's thread, so it must return at once."""
 
     def on_events(self, events: list[Event]) -> None:
-        """Events of its requests, in order. An error without usage ends all choices of its request."""
+        """Takes events of its requests, in order. An error without usage ends all choices of its request."""
 
     def on_end(self, error: UnavailableError) -> None:
-        """The worker has ended before its requests."""
+        """Called if the worker has ended before the listener's requests."""
 
 
 @dataclass(slots=True)
 class _LiveRequest:
-    """An unfinished request. left: its unfinished choices."""
+    """An unfinished request. left: number of its unfinished choices."""
 
     listener: Listener
     left: int
 
 
 class _CallerTurn:
-    """A caller's time with the engine."""
+    """The time in which a caller has the engine (`Worker.hold`)."""
 
     def __init__(self) -> None:
         self.begun, self.over = threading.Event(), threading.Event()
@@ -98,7 +98,7 @@ class Worker:
         return os.getpid() != self._process
 
     def start(self) -> None:
-        """Starts the thread unless it runs, as the first request does."""
+        """Starts the thread if it does not run yet. The first request does the same."""
         if self.forked:
             raise forked_from(self._process)
         if self._started:
@@ -110,17 +110,17 @@ class Worker:
 
     def submit(self, requests: Sequence[EngineRequest], listener: Listener,
                reply: Callable[[Exception | None], None]) -> None:
-        """Queues requests that belong together: all, or none if the engine refuses one. reply: called in the worker's
-        thread, before any event, with None, a RequestError or an UnavailableError."""
+        """Queues requests that belong together: either all, or none if the engine refuses one of them. reply: called in
+        the worker's thread, before any event, with None, a RequestError or an UnavailableError."""
         self.ask(partial(self._add, requests, listener, reply), reply)
 
     def abort(self, requests: Sequence[str]) -> None:
-        """Ends unfinished requests. Their listener gets the end as any other."""
+        """Ends unfinished requests. Their listener gets the usual last events."""
         self.ask(partial(self._abort, requests))
 
     @contextmanager
     def hold(self) -> Iterator[Engine]:
-        """Lends the engine to the caller's thread, while the worker waits between two steps. A caller that steps it
+        """Lends the engine to the caller's thread, while the worker waits between two steps. A caller that calls `step`
         gets the events of all requests. Must not be nested."""
         turn = _CallerTurn()
         self.ask(turn.give, turn.refuse)
@@ -133,32 +133,32 @@ class Worker:
             turn.over.set()
 
     def call(self, function: Callable[[Engine], Result]) -> Result:
-        """Calls a function between two steps. Returns or raises what it does."""
+        """Calls a function between two steps, in the caller's thread. Returns its result or raises its error."""
         with self.hold() as engine:
             return function(engine)
 
     def execute(self, function: Callable[[Engine], Result]) -> Result:
-        """As `call`, but in the worker's thread: what CUDA's libraries prepare for steps belongs to a thread."""
+        """Works like `call`, but in the worker's thread, because CUDA's libraries prepare resources for each thread."""
         done = Future[Result]()
 
         def command() -> None:
             try:
                 done.set_result(function(self.engine))
-            except BaseException as error:  # the caller would wait forever
+            except BaseException as error:  # else the caller would wait forever
                 done.set_exception(error)
         self.ask(command, done.set_exception)
         return done.result()
 
     def ask(self, command: Command, refuse: Refusal = lambda error: None) -> None:
-        """Runs a command in the worker's thread between two steps. refuse: called instead if the worker has ended,
-        perhaps in the caller's thread."""
+        """Queues a command that the worker's thread runs between two steps. refuse: called instead if the worker has
+        ended, perhaps in the caller's thread."""
         self.start()
         self._inbox.put((command, refuse))
-        if self._ended:  # perhaps after its last look into the inbox
+        if self._ended:  # perhaps the worker has read the inbox for the last time
             self._refuse_all()
 
     def fault(self, stuck_after: float) -> str | None:
-        """The reason why the engine makes no progress or cannot be trusted, if there is one."""
+        """Returns the reason why the engine makes no progress or cannot be trusted; None if there is none."""
         since = self._since
         if self._fault or self._ended:
             return self._fault or self._reason
@@ -167,13 +167,13 @@ class Worker:
         return None
 
     def stop(self, patience: float, reason: str = "the engine has stopped") -> bool:
-        """Ends all requests and the thread. False if that takes more than `patience` seconds."""
+        """Ends all requests and the thread. Returns False if that takes more than `patience` seconds."""
         if self.forked:
             return True
         with self._starting:
             if not self._ended:
                 self._reason = reason
-            if not self._started:  # and never will
+            if not self._started:  # and never will be
                 self._started = self._ended = True
         self._inbox.put(None)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -199,7 +199,7 @@ class Worker:
             self._end()
 
     def _obey(self) -> bool:
-        """Runs all queued commands; without work, waits for one. False: the worker must end."""
+        """Runs all queued commands; waits for one if the engine has no work. Returns False if the worker must end."""
         task = self._wait() if not self.engine.has_work else _NOTHING
         while task is not None:
             self._carry_out(task[0])
@@ -225,7 +225,7 @@ class Worker:
             for request in requests:
                 self.engine.add(request)
                 added.append(request.id)
-        except Exception as error:  # the engine's refusal, or a bug: either way this caller's alone
+        except Exception as error:  # a refusal by the engine, or a bug: only this caller gets it
             reply(error)
             for name in added:
                 self.engine.abort(name)
@@ -281,7 +281,7 @@ class Worker:
         if self._failures >= _MAX_FAILURES:
             raise RuntimeError(f"{_MAX_FAILURES} steps in a row failed, the last with {message}")
         for request in self._live:
-            self.engine.abort(request)  # its own last events will come too late
+            self.engine.abort(request)  # its own last events would come too late
         return [TokenEvent(request, 0, None, finish="error", error=message) for request in self._live]
 
     def _tell(self, events: Sequence[Event]) -> None:
@@ -311,7 +311,7 @@ class Worker:
     def _end(self) -> None:
         self._ended = True
         reason = self._fault or self._reason
-        # at the end of the process only daemons still wait, and would die with a traceback
+        # at the end of the process only daemon threads still wait, and would die with a traceback
         waiting = [] if self._leaving else [live.listener for live in self._live.values()]
         for listener in dict.fromkeys(waiting):
             listener.on_end(UnavailableError(reason))
@@ -337,26 +337,26 @@ _NOTHING: Task = (_nothing, _nothing)
 
 
 class EventMailbox:
-    """A `Listener` whose events another thread or task reads with `get` or `aget`. For one reader at a time.
+    """A `Listener` that keeps events until another thread or task reads them with `get` or `aget`. For one reader.
 
-    patience: events that gather before the reader is woken; the end of a choice always wakes it.
+    patience: number of events to gather before the reader is woken; the end of a choice always wakes it.
     """
 
     def __init__(self, patience: int = 1) -> None:
         self._patience = patience
-        self._gathered: list[Event] = []  # the worker's alone
+        self._gathered: list[Event] = []  # used by the worker only
         self._queue: queue.SimpleQueue[list[Event] | Exception] = queue.SimpleQueue()
         self._wake: Callable[[], object] | None = None
 
     def get(self, timeout: float | None = None) -> list[Event]:
-        """Returns the next events; none after `timeout` seconds. Raises the worker's error."""
+        """Returns the next events; an empty list after `timeout` seconds. Raises the worker's error."""
         try:
             return self._opened(self._queue.get(timeout=timeout))
         except queue.Empty:
             return []
 
     async def aget(self) -> list[Event]:
-        """As `get`, for asyncio."""
+        """Works like `get` without a timeout, for asyncio."""
         loop = asyncio.get_running_loop()
         while True:
             woken = loop.create_future()
@@ -370,7 +370,7 @@ class EventMailbox:
                 self._wake = None
 
     def on_reply(self, error: Exception | None) -> None:
-        """The worker has accepted or refused the requests."""
+        """Called when the worker has accepted or refused the requests: the `reply` of `Worker.submit`."""
         if error:
             self._put(error)
 

@@ -39,10 +39,10 @@ other than None replaces the output."""
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A model ready to run. Stateless: a step depends on its batch and views only.
+    """A model ready to run. It has no state: a step depends on its batch and views only.
 
-    weights: of the first device. dtype: of the hidden states. others: the weights of the other devices, if the model is
-    split over several (tensor parallel).
+    weights: the weights of the first device. dtype: dtype of the hidden states. others: the weights of the other
+    devices, if the model is split over several (tensor parallel).
     """
 
     config: ModelConfig
@@ -58,7 +58,7 @@ class Decoder:
 
     @property
     def head(self) -> Weight:
-        """The matrix of the logits of all devices."""
+        """The matrix of logits (lm_head), with the rows of all devices."""
         if not self.others:
             return self.weights.head
         if self.config.tie_word_embeddings:
@@ -66,10 +66,10 @@ class Decoder:
         return tuple(block for shard in self.shards for block in blocks_of(shard.head))
 
     def forward(self, batch: Batch, *views: CacheViews, observe: Observer | None = None) -> Tensor:
-        """Runs one step; returns hidden states after the final norm: of the tokens `batch.logit_tokens` [L, H] or, with
-        `batch.layout.hidden`, of all tokens [T, H].
+        """Runs one step. Returns the hidden states after the final norm: [L, H] of the tokens `batch.logit_tokens`, or
+        [T, H] of all tokens if `batch.layout.hidden`.
 
-        views: of each device. Mutates them as the mixers do: K/V of every token, the rows' target slots, the emit
+        views: the views of each device. The mixers write to them: K/V of every token, the rows' target slots, the emit
         slots.
         """
         ops, weights = self.ops, self.weights
@@ -93,12 +93,12 @@ class Decoder:
         return ops.add_norm(residual, delta, weights.norm, weights.eps)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [L, H] -> logits [L, V] float32."""
+        """Computes hidden states [L, H] -> logits [L, V] float32."""
         parts = [self.ops.head(hidden, shard.head) for shard in self.shards]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """The last layer's output [T, H] -> hidden states, as `forward` returns them."""
+        """Computes the last layer's output [T, H] -> hidden states, as `forward` returns them."""
         return self.ops.add_norm(hidden, None, self.weights.norm, self.weights.eps)[1]
 
     def _mix(self, x: Tensor, layer: DecoderLayer, batch: Batch, views: CacheViews, rope: Rope) -> Tensor:
@@ -107,7 +107,7 @@ class Decoder:
         return self.ops.attention_mixer(x, layer.mixer, views.kv[layer.store], batch, rope)
 
     def weight_kinds(self) -> dict[str, int]:
-        """Bytes of the parameters by format (a GGUF type, or a dtype); a tied head counts once."""
+        """Returns the bytes of the parameters by format (a GGUF type, or a dtype). A tied head counts once."""
         weights: list[Weight] = [self.weights.embedding, self.weights.norm, self.head]
         for shard in self.shards:
             for layer in shard.layers:
@@ -119,12 +119,12 @@ class Decoder:
         return kinds
 
     def weight_bytes(self) -> int:
-        """Bytes of all parameters; a tied head counts once."""
+        """Returns the bytes of all parameters. A tied head counts once."""
         return sum(self.weight_kinds().values())
 
     def part_bytes(self) -> list[dict[str, int]]:
-        """Bytes of the layers and of the logits' rows of each device by part. A tied head has those of the
-        embedding."""
+        """Returns the bytes of each device by part: parts of the layers, and the head. A tied head counts as 0, because
+        it is the embedding."""
         tied = self.head is self.weights.embedding
         found = list[dict[str, int]]()
         for shard in self.shards:
@@ -138,8 +138,8 @@ class Decoder:
         return found
 
     def token_bytes(self) -> int:
-        """Bytes of parameters that a token reads: all except unused experts and the other rows of an embedding that is
-        not the head."""
+        """Returns the bytes of parameters that a token reads: all except unused experts and the other rows of an
+        embedding that is not the head."""
         embedding, head = self.weights.embedding, self.head
         own = _nbytes([self.weights.norm, head])
         row = 0 if embedding is head else embedding.nbytes // len(embedding)
@@ -148,7 +148,7 @@ class Decoder:
 
 
 def _token_bytes(layer: DecoderLayer, count: int) -> int:
-    """count: the experts of all devices."""
+    """Returns the bytes of a layer that a token reads. count: number of experts of all devices."""
     total, mlp = _nbytes(_weights(layer)), layer.mlp
     if isinstance(mlp, MlpWeights):
         return total
@@ -159,12 +159,12 @@ def _token_bytes(layer: DecoderLayer, count: int) -> int:
 
 
 def summed(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Returns the sum of what the devices have computed, rounded."""
+    """Returns the sum of the devices' partial results, rounded to `dtype`."""
     return tree_sum(parts).to(dtype)
 
 
 def feed_forward(ops: Ops, x: Tensor, layer: DecoderLayer) -> Tensor:
-    """A layer's feed-forward, between norm and residual: x [T, H] -> [T, H]."""
+    """Computes a layer's feed-forward, between norm and residual: x [T, H] -> [T, H]."""
     assert isinstance(layer.mlp, MoeWeights) or layer.mlp.pool is None, "only the GPU's own kernels copy these weights"
     return ops.moe(x, layer.mlp) if isinstance(layer.mlp, MoeWeights) else ops.mlp(x, layer.mlp)
 
@@ -209,8 +209,8 @@ def build(config: ModelConfig, parts: Sequence[dict[str, Weight]], ops: Ops, dty
     """Builds a decoder from each device's part of the canonical tensors (loader/names), which it pops, so that joining
     projections needs memory for one layer only.
 
-    dtype: of the hidden states. tiled: value heads are in the order of GGUF files. pools: experts of each layer, or
-        its whole feed-forward, that are not among the weights.
+    dtype: dtype of the hidden states. tiled: value heads are in the order of GGUF files. pools: by layer, the experts,
+        or the whole feed-forward, that are not among the weights.
     """
     shards, counts = WeightSplitter(config, len(parts), tiled).shards, {"linear_attention": 0, "full_attention": 0}
     layers: list[list[DecoderLayer]] = [[] for _ in shards]
@@ -226,7 +226,7 @@ def build(config: ModelConfig, parts: Sequence[dict[str, Weight]], ops: Ops, dty
     found = list[DecoderWeights]()
     for shard, part, built in zip(shards, parts, layers, strict=True):
         top = WeightLoader(part, "", ops, config.norm_offset, shard)
-        # without one of its own a device reads that of the first
+        # a device without its own embedding reads the embedding of the first device
         embedding = (top.block("model.embed_tokens", table=True) if "model.embed_tokens.weight" in part
                      else found[0].embedding)
         head = top.tied_head(embedding) if config.tie_word_embeddings else top.block("lm_head", table=len(parts) > 1)
@@ -235,7 +235,7 @@ def build(config: ModelConfig, parts: Sequence[dict[str, Weight]], ops: Ops, dty
 
 
 class WeightLoader:
-    """Pops the tensors of one module prefix, in the form of the ops. shard: the device whose tensors they are."""
+    """Pops the tensors of one module prefix, in the form of the ops. shard: the device that has these tensors."""
 
     def __init__(self, weights: dict[str, Weight], prefix: str, ops: Ops, norm_offset: float, shard: Shard) -> None:
         self.weights, self.prefix, self.ops, self.norm_offset = weights, prefix, ops, norm_offset
@@ -253,7 +253,7 @@ class WeightLoader:
         return matrix if isinstance(matrix, QTensor) else self.ops.pack(matrix, table)
 
     def tied_head(self, embedding: Block) -> Block:
-        """Returns its rows of the embedding as a matrix of the logits, in the same memory."""
+        """Returns the device's rows of the embedding as its matrix of logits, in the same memory."""
         rows = self.shard.tokens
         if self.shard.count == 1:
             return embedding
@@ -263,15 +263,15 @@ class WeightLoader:
         return self.plain(name).float()
 
     def norm(self, name: str) -> Tensor:
-        """Returns the scale itself: checkpoints store it less the family's offset."""
+        """Returns the scale of a norm. Checkpoints store it minus the family's offset."""
         return self.float32(name + ".weight") + self.norm_offset
 
     def linear(self, *names: str) -> Weight:
-        """Returns one weight with the rows of all these modules; in blocks if some are packed already."""
+        """Returns one weight with the rows of all these modules, in blocks if some are packed already."""
         return self._joined([self.weights.pop(f"{self.prefix}{name}.weight") for name in names])
 
     def feed_forward(self, pool: ExpertPool | None = None) -> MlpWeights | MoeWeights:
-        """Returns the feed-forward: dense if the model has no experts. pool: the experts, if they are elsewhere."""
+        """Returns the feed-forward: dense if the model has no experts. pool: experts that are not in `weights`."""
         experts = self.shard.config.experts
         if experts is None and pool is not None:
             found: MlpWeights = pool.store.weights(pool.layer)
@@ -279,7 +279,7 @@ class WeightLoader:
         if experts is None:
             return self._mlp("mlp.")
         own = self._experts() if pool is None else pool
-        # other devices may have all of it
+        # the shared expert may be on other devices only
         has_shared = f"{self.prefix}mlp.shared_expert.down_proj.weight" in self.weights
         gates = ["mlp.gate", "mlp.shared_expert_gate"] if has_shared else ["mlp.gate"]
         shared = self._mlp("mlp.shared_expert.") if has_shared else None
@@ -288,7 +288,7 @@ class WeightLoader:
 
     def _experts(self) -> tuple[MlpWeights, ...]:
         stacks = [self.weights.pop(f"{self.prefix}mlp.experts.{part}_proj.weight") for part in ("gate", "up", "down")]
-        # copying every expert would not be worth it
+        # it would not pay to copy every expert
         return self.ops.pack_experts(tuple(
             MlpWeights(self._joined([gate, up], copies=False), self._joined([down]))
             for gate, up, down in zip(*stacks, strict=True)))
@@ -298,7 +298,7 @@ class WeightLoader:
                           shards=self.shard.count)
 
     def _joined(self, blocks: Sequence[Weight], copies: bool = True) -> Weight:
-        """copies: packed blocks may be copied to be joined."""
+        """Returns blocks as one weight. copies: packed blocks may be copied to join them."""
         plain = [block for block in blocks if isinstance(block, Tensor)]
         if len(plain) == len(blocks):
             return self.ops.pack(plain[0] if len(plain) == 1 else torch.cat(plain), False)

@@ -1,8 +1,8 @@
-"""Which tokens a shortened draft head can draft: a base that stays, and rows that follow the tokens that occur.
+"""Selects the tokens of a shortened draft head: a fixed base, and adaptive rows for tokens that occur.
 
-A draft reads the matrix of the logits once, which is the largest of a small model. Rows of an eighth of a vocabulary
-of 250,000 cost little; which tokens they stand for decides how much of a text can be drafted (docs/speculation.md has
-the shares by language).
+A draft reads the matrix of logits once, which is the largest matrix of a small model. Rows for an eighth of a
+vocabulary of 250,000 cost little; the choice of their tokens decides how much of a text can be drafted
+(docs/speculation.md has the shares by language).
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from deltic.ops.quantized import PANEL, QTensor
 from deltic.ops.types import Block, Weight
 
 _ADAPTIVE: Final = 9
-"""One row in this many is adaptive: 4,000 for a base of 32,000. A conversation uses a few hundred tokens outside the
+"""One row in `_ADAPTIVE` is adaptive: 4,000 for a base of 32,000. A conversation uses a few hundred tokens outside the
 base, so that a dozen conversations fit."""
 _FIRST: Final = 0.7
-"""The share of the base that goes to the lowest ids, which are English and programs in the vocabularies of the family.
-Less would cost English and programs more than two of a hundred tokens; more would cost Korean and Arabic ten."""
+"""The share of the base for the lowest ids, which are English and programs in the vocabularies of the family. With
+less, English and programs would lose more than two of a hundred tokens; with more, Korean and Arabic would lose ten."""
 _PIECE: Final = 4096
-"""Rows that are copied at a time when a model is loaded."""
+"""Number of rows that are copied at a time when a model is loaded."""
 _LEAD: Final = re.compile("[\xc2-\xf4]")
-"""The first byte of a character beyond ASCII, as byte-level tokenizers spell it. There are some fifty in use, each of
-one script or a part of it."""
+"""The first byte of a non-ASCII character, as byte-level tokenizers spell it. About fifty such bytes are in use, each
+for one script or a part of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The parts of a tokenizer.json that drafts need. ids: token ids by spelling. added: ids of the added tokens:
-    special tokens and others, such as the markers of tool calls."""
+    """The parts of a tokenizer.json that drafts need. ids: token ids by spelling. added: ids of the added tokens, which
+    are special tokens and others, such as the markers of tool calls."""
 
     ids: Mapping[str, int] = field(default_factory=dict)
     added: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, text: str) -> Tokens:
-        """Parses the file's text; empty if it has another form."""
+        """Parses the file's text. Returns `NOTHING` if it has another form."""
         try:
             ids = _member(text, "vocab")
             if not isinstance(ids, dict):
@@ -60,17 +60,17 @@ NOTHING: Final = Tokens()
 
 
 def _member(text: str, name: str) -> Any:
-    """Returns a member of a JSON text by name, without parsing the merges, which take longest."""
+    """Returns a member of a JSON text by name. Does not parse the merges, which would take longest."""
     found = re.search(rf'"{name}"\s*:\s*', text)
     return json.JSONDecoder().raw_decode(text, found.end())[0] if found else ()
 
 
 def draftable(base: int, size: int, tokens: Tokens = NOTHING, ends: Iterable[int] = ()) -> list[int] | None:
-    """The tokens of a head's rows: the first `base` of them stay, the others are where it begins. None: all `size`.
+    """Returns the tokens of a head's rows: a fixed base of `base` tokens, then initial adaptive ones; None: all `size`.
 
-    Always there are `ends` and the added tokens. Of the rest of the base 0.7 are the lowest ids: byte-pair tokenizers
-    number their tokens by frequency (FastMTP, arXiv 2509.18362), but vocabularies that were extended begin anew for the
-    scripts that were added. So the others are the first tokens of each script, as large a share of all scripts.
+    The base always has `ends` and the added tokens. The lowest ids are 0.7 of the base: byte-pair tokenizers number
+    their tokens by frequency (FastMTP, arXiv 2509.18362), but extended vocabularies start anew for each script that was
+    added. The rest of the base is therefore the first tokens of each script, with the same share of every script.
     """
     rows = -(-(base + -(-base // (_ADAPTIVE - 1))) // PANEL) * PANEL
     if not base or rows >= size:
@@ -82,7 +82,7 @@ def draftable(base: int, size: int, tokens: Tokens = NOTHING, ends: Iterable[int
 
 
 def _by_script(ids: Mapping[str, int], first: int) -> list[int]:
-    """Tokens with letters beyond ASCII, from the id `first` on, by their place among those of the same script."""
+    """Returns tokens with non-ASCII letters, from the id `first` on, sorted by relative place within their script."""
     scripts = defaultdict[str, list[int]](list)
     for spelling, id in ids.items():
         lead = _LEAD.search(spelling) if id >= first else None
@@ -96,20 +96,20 @@ class DraftVocabulary:
     """The rows of a shortened head and the token of each row.
 
     head [N, H]: the rows, in the format of the whole matrix. ids [N] int64, on the same device: their tokens. The
-    drafting thread overwrites both in place, between two drafts. A device does that in the order of its stream, so that
-    recorded graphs stay valid, and no draft has rows of one step with tokens of another. copies: both, by device.
-    size: tokens of the whole vocabulary. copied: rows that were overwritten until now.
+    drafting thread overwrites both in place, between two drafts. A device does this in the order of its stream, so that
+    recorded graphs stay valid, and no draft mixes rows of one step with tokens of another. copies: (head, ids) by
+    device. size: number of tokens of the whole vocabulary. copied: number of rows that were overwritten until now.
     """
 
     def __init__(self, whole: Weight, tokens: List[int], devices: Iterable[torch.device] = (),
                  pack: Callable[[Tensor, bool], Block] | None = None) -> None:
         """whole [V, H]: the matrix of all logits, which is kept; or its parts in order, which may be on several
-        devices. tokens: as `draftable` gives them. devices: that draft.
-        pack: as in `Ops`, for a plain matrix."""
+        devices. tokens: as `draftable` returns them. devices: the devices that draft. pack: as in `Ops`, for a plain
+        matrix."""
         parts = whole if isinstance(whole, tuple) else (whole,)
         self.size, self.copied = sum(map(len, parts)), 0
         self.ids = torch.tensor(tokens, device=parts[0].data.device)
-        # oneDNN's layout has no rows that could be read one by one: of such a matrix they stay as they are
+        # single rows cannot be read from oneDNN's layout, so the rows of such a matrix never change
         self._parts = () if isinstance(parts[0], Tensor) and parts[0].is_mkldnn else parts
         self.head = gather_rows(parts, self.ids)
         if pack is not None and isinstance(self.head, Tensor):
@@ -118,7 +118,7 @@ class DraftVocabulary:
         base = len(tokens) - len(tokens) // _ADAPTIVE
         self._base = frozenset(tokens[:base])
         self._recent = OrderedDict((tokens[row], row) for row in reversed(range(base, len(tokens))))
-        """The other tokens and their rows, least recently seen first; tokens never seen come before all."""
+        """The adaptive tokens and their rows: tokens that were never seen, then the least recently seen, and so on."""
 
     def __contains__(self, token: object) -> bool:
         """True if the token has a row."""
@@ -126,8 +126,8 @@ class DraftVocabulary:
 
     @torch.inference_mode()
     def see(self, tokens: Iterable[int]) -> None:
-        """Gives these tokens rows, in place of those not seen for longest. Takes some operations for each token, and a
-        copy of a row for each new one."""
+        """Gives these tokens rows, in place of the least recently seen tokens. Takes some operations for each token,
+        and a copy of a row for each new one."""
         if not self._parts:
             return
         changed = dict[int, int]()
@@ -143,11 +143,11 @@ class DraftVocabulary:
             self._overwrite(changed)
 
     def spread(self, logits: Tensor) -> Tensor:
-        """Logits [T, N] of the rows -> [T, V] of all tokens, -inf for a token without a row."""
+        """Returns logits [T, N] of the rows as logits [T, V] of all tokens, -inf for a token without a row."""
         return logits.new_full((len(logits), self.size), -torch.inf).index_copy_(1, self.ids, logits)
 
     def _overwrite(self, tokens: Mapping[int, int]) -> None:
-        """tokens: the new token of each row."""
+        """Overwrites rows. tokens: the new token of each row."""
         host = torch.tensor([*tokens, *tokens.values()])
         rows, ids = on_device(host, self.ids.device).chunk(2)
         if len(self._parts) == 1:
@@ -165,7 +165,7 @@ class DraftVocabulary:
 
 
 def to_device(weight: Weight, device: torch.device) -> Any:
-    """Returns a weight on a device; itself if it is there."""
+    """Returns a weight on a device; the weight itself if it is already there."""
     if isinstance(weight, tuple):
         return tuple(to_device(block, device) for block in weight)
     if weight.data.device == device:
@@ -174,7 +174,7 @@ def to_device(weight: Weight, device: torch.device) -> Any:
 
 
 def gather_rows(parts: List[Block], ids: Tensor | None = None) -> Block:
-    """Returns a copy of these rows of a matrix, on the device of its first part. ids: None: of all. Waits for the
+    """Returns a copy of rows of a matrix, on the device of its first part. ids: the rows; None: all. Waits for the
     devices."""
     if ids is None:
         ids = torch.arange(sum(map(len, parts)), device=parts[0].data.device)
@@ -189,7 +189,7 @@ def gather_rows(parts: List[Block], ids: Tensor | None = None) -> Block:
 
 
 def _put_parts(head: Block, parts: List[Block], rows: Tensor, ids: Tensor) -> None:
-    """As `_put`, with a matrix in parts. rows, ids: on the host."""
+    """Works like `_put`, for a matrix in parts. rows, ids: on the host."""
     begin = 0
     for part in parts:
         own = (ids >= begin) & (ids < begin + len(part))
@@ -199,7 +199,7 @@ def _put_parts(head: Block, parts: List[Block], rows: Tensor, ids: Tensor) -> No
 
 
 def _picked(whole: Block, ids: Tensor) -> Block:
-    """Returns a copy of these rows."""
+    """Returns a copy of the rows `ids` of a matrix."""
     if isinstance(whole, Tensor):
         return (whole.to_dense() if whole.is_mkldnn else whole).index_select(0, ids)
     head = whole.room_for(len(ids))
@@ -210,7 +210,7 @@ def _picked(whole: Block, ids: Tensor) -> Block:
 
 
 def _put(head: Block, rows: Tensor, whole: Block, ids: Tensor) -> None:
-    """Overwrites rows of `head` with rows of another matrix, each given on its device."""
+    """Overwrites rows of `head` with the rows `ids` of `whole`. rows, ids: on the device of their matrix."""
     device = head.data.device
     if whole.data.device != device:
         whole, ids = to_device(_picked(whole, ids), device), torch.arange(len(ids), device=device)

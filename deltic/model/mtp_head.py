@@ -1,4 +1,4 @@
-"""The multi-token-prediction head: one more attention layer, which drafts the tokens after the next one."""
+"""The multi-token-prediction head: one additional attention layer, which drafts the tokens after the next one."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from deltic.ops.types import (
 log = logging.getLogger("deltic")
 _LAYER: Final = "mtp.layers.0."
 _POSITIVE: Final = 0.95
-"""Share of a norm's factors that are above zero, at least."""
+"""Minimum share of positive factors in a norm that was saved with the offset."""
 
 
 @dataclass(frozen=True, slots=True)
 class MtpHead(MtpWeights):
-    """A draft head ready to run, stateless like a Decoder.
+    """A draft head ready to run. It has no state, like a Decoder.
 
-    Row i of its K/V is made of the token at position i and of the trunk's hidden state at i - 1, after the final norm
-    (zero for row 0). Its output there gives the logits of the token at i + 1, and replaces the hidden state at i for
-    the next draft.
-    dtype: of the activations. vocabulary: of a shortened head, the tokens of its rows. others: the weights of the other
-    devices, if the model is split over several: `layer` and `kv` are parts, all else is whole.
+    Row i of its K/V is computed from the token at position i and from the trunk's hidden state at i - 1 after the final
+    norm (zero for row 0). Its output there gives the logits of the token at i + 1, and replaces the hidden state at i
+    for the next draft.
+    dtype: dtype of the activations. vocabulary: the rows of a shortened head. others: the weights of the other devices,
+    if the model is split over several: `layer` and `kv` are split, all other weights are whole.
     """
 
     ops: Ops
@@ -59,8 +59,8 @@ class MtpHead(MtpWeights):
     def draft(self, ids: Tensor, hidden: Tensor, batch: Batch, *views: CacheViews) -> tuple[Tensor, Tensor]:
         """Drafts the tokens that follow `ids`.
 
-        ids [T] int64: the batch's tokens, at its positions. hidden [T, H]: the hidden states before them, the trunk's
-            or an earlier result; of any floating dtype. Stores the tokens' K/V in the head's layer.
+        ids [T] int64: the batch's tokens, at its positions. hidden [T, H]: the hidden states before the tokens, from
+            the trunk or an earlier call, in any floating dtype. Stores the tokens' K/V in the head's layer.
         -> (hidden [T, H] in `dtype`, logits [T, V] float32, -inf for tokens without a row in a shortened head).
         """
         ops, layers = self.ops, [shard.layer for shard in self.shards]
@@ -77,7 +77,7 @@ class MtpHead(MtpWeights):
     def keep(self, ids: Tensor, hidden: Tensor, batch: Batch, *views: CacheViews) -> None:
         """Stores the K/V of the batch's tokens in the head's layer, and nothing else.
 
-        ids [T] int64, hidden [T, H]: as for `draft`; hidden states of the trunk, so that the rows may be shared.
+        ids [T] int64, hidden [T, H]: as for `draft`, but hidden states of the trunk only, so that rows can be shared.
         """
         x, rope = self._enter(ids, hidden)[1], self.ops.rope(batch.positions, self.rope)
         for shard, view in zip(self.shards, views, strict=True):
@@ -85,7 +85,7 @@ class MtpHead(MtpWeights):
             self.ops.store_kv(x, shard.kv, mixer.k_norm, mixer.spec, view.kv[layer.store], batch, rope)
 
     def _enter(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the residual stream at the layer's input, and its norm, [T, H] each."""
+        """Returns the residual stream at the layer's input, and the normed layer input, [T, H] each."""
         ops = self.ops
         embedded = ops.embed(ids, self.embedding, self.dtype)
         parts = [ops.add_norm(x, None, norm, self.eps)[1]
@@ -99,8 +99,8 @@ def build_head(config: ModelConfig, parts: Sequence[dict[str, Weight]], decoder:
     """Builds a head for a trunk from each device's part of the canonical tensors (`loader.names.expected_head`), which
     it pops.
 
-    tokens: draft among these only, with a copy of their rows, as `draft_vocabulary.draftable` returns them; None: among
-        all. Unless the head has its own, embedding and matrix of the logits are the trunk's.
+    tokens: the only tokens to draft, as `draft_vocabulary.draftable` returns them, with a copy of their rows; None:
+        all. Embedding and matrix of logits are the trunk's, unless the head has its own.
     """
     ops = decoder.ops
     if config.experts is not None:
@@ -121,14 +121,14 @@ def build_head(config: ModelConfig, parts: Sequence[dict[str, Weight]], decoder:
     own = {field.name: getattr(weights[0], field.name) for field in fields(MtpWeights)}
     matrices = [own["embedding"], *(block for weight in (own["fc"], own["head"], *_matrices(own["layer"]))
                                     for block in _blocks(weight))]
-    # as a whole native step computes; plain matrices want activations of their own dtype
+    # float32 as in a whole native step; plain matrices need activations of their own dtype
     dtype = torch.float32 if all(isinstance(block, QTensor) for block in matrices) else decoder.dtype
     return MtpHead(**own, ops=ops, dtype=dtype, vocabulary=short, others=tuple(weights[1:]))
 
 
 @dataclass(frozen=True, slots=True)
 class _Top:
-    """What of a head is whole on a device. embedding, head: None if the trunk's are used."""
+    """The weights of a head that are whole on a device. embedding, head: None if the trunk's are used."""
 
     embedding: Block | None
     norm_embedding: Tensor
@@ -148,7 +148,7 @@ def _top(take: WeightLoader, shortened: bool) -> _Top:
 
 def _logits(tops: Sequence[_Top], decoder: Decoder, tokens: Sequence[int] | None
             ) -> tuple[list[tuple[Weight, Tensor | None]], DraftVocabulary | None]:
-    """Returns `head` and `tokens` of each device, and the vocabulary if it is a shortened one."""
+    """Returns `head` and `tokens` of each device, and the vocabulary of a shortened head."""
     devices = [shard.norm.device for shard in decoder.shards]
     whole: Weight = decoder.head if tops[0].head is None else tops[0].head
     if tokens is not None:
@@ -165,7 +165,7 @@ def _logits(tops: Sequence[_Top], decoder: Decoder, tokens: Sequence[int] | None
 
 
 def _layer(take: WeightLoader) -> tuple[DecoderLayer, Weight]:
-    """Returns a device's `layer` and `kv`."""
+    """Returns `MtpWeights.layer` and `kv` of a device."""
     config = shard_config(take.shard.config, take.shard.count)
     kv = take.linear("self_attn.k_proj", "self_attn.v_proj")
     mixer = AttentionWeights(attention_spec(config), _blocks(take.linear("self_attn.q_proj")) + _blocks(kv),
@@ -188,8 +188,8 @@ def _attention(layer: DecoderLayer) -> AttentionWeights:
 
 
 def _borrow_gates(experts: ExpertsConfig, parts: Sequence[dict[str, Weight]], decoder: Decoder) -> None:
-    """Adds the expert gates that some tools drop from a head: those of the trunk's last attention layer are most
-    similar."""
+    """Adds the expert gates that some tools drop from a head: copies of the gates of the trunk's last attention layer,
+    which are most similar."""
     rows = {"gate": slice(experts.count), "shared_expert_gate": slice(experts.count, experts.count + 1)}
     for gate, part in rows.items():
         name = f"mtp.layers.0.mlp.{gate}.weight"
@@ -208,9 +208,9 @@ def _borrow_gates(experts: ExpertsConfig, parts: Sequence[dict[str, Weight]], de
 def _has_offset(tensors: Mapping[str, Weight], decoder: Decoder) -> bool:
     """True if a head's norms were saved with the family's offset added, as other programs' converters do.
 
-    Such norms are positive almost everywhere; less the offset they lie around zero, so that some, the embedding's most
-    of all, are mostly negative. A head whose norms have all grown is distinguished by the model's last layer of the
-    same kind, whose norms are of about the same size.
+    Such norms are positive almost everywhere. Norms saved minus the offset lie around zero, so that some of them, above
+    all the embedding's, are mostly negative. If training has made all norms of a head positive, the model's last
+    attention layer distinguishes it, because the norms of both have about the same size.
     """
     if not decoder.config.norm_offset:
         return False
@@ -227,8 +227,8 @@ def _has_offset(tensors: Mapping[str, Weight], decoder: Decoder) -> bool:
 
 
 def _trunk_norms(decoder: Decoder) -> dict[str, Tensor]:
-    """What the norms of the model's last layer with attention multiply by, under the names that the head has for its
-    own; empty where there is no such layer."""
+    """Returns the factors of the norms of the model's last attention layer, under the names of the head's norms; an
+    empty dict if there is no such layer."""
     for layer in reversed(decoder.weights.layers):
         mixer = layer.mixer
         if isinstance(mixer, AttentionWeights):

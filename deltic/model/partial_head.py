@@ -1,7 +1,7 @@
-"""A part of the matrix of the logits, with which a model drafts its own next tokens.
+"""A part of the matrix of logits, with which a model drafts its own next tokens.
 
 The matrix is the largest of a small model: 40 % of the bytes that a token of Qwen3.5 0.8B reads as Q4_K_M. The part has
-rows of likely tokens. A row gives the same logit in both, so the part finds the model's token whenever it contains it.
+rows of likely tokens. A row gives the same logit in both, so the part finds the model's token if it contains it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from deltic.ops.quantized import QTensor
 log = logging.getLogger("deltic")
 
 PART: Final = 8
-"""The base of the part is at most one in so many tokens of the vocabulary."""
+"""The base of the part has at most one in `PART` tokens of the vocabulary."""
 _ROWS: Final = 4
-"""Hidden states that the kernels multiply while they read the matrix at memory's speed."""
+"""Maximum number of hidden states for which the kernels still read the matrix at the speed of memory."""
 
 
 class PartialHead:
     """The part and the whole of a matrix of logits.
 
     vocabulary: the part's rows; None until `build`, which takes some tenths of a second.
-    share: the whole's share of the bytes that a token reads.
+    share: share of the whole matrix in the bytes that a token reads.
     """
 
     def __init__(self, decoder: Decoder, choose: Callable[[], Sequence[int] | None]) -> None:
@@ -41,9 +41,9 @@ class PartialHead:
         self._builder: threading.Thread | None = None
 
     def build(self) -> None:
-        """Copies the rows."""
+        """Copies the rows of the part."""
         tokens = self._choose()
-        self._choose = _nothing  # which may hold the model's files
+        self._choose = _nothing  # the old function may hold the model's files
         if tokens is not None:
             self.vocabulary = DraftVocabulary(self._decoder.head, tokens)
 
@@ -54,11 +54,11 @@ class PartialHead:
             self._builder.start()
 
     def partial(self, hidden: Tensor, vocabulary: DraftVocabulary) -> Tensor:
-        """Hidden states [T, H] -> logits [T, N] float32 of `vocabulary.ids`."""
+        """Computes hidden states [T, H] -> logits [T, N] float32 of `vocabulary.ids`."""
         return self._decoder.ops.head(hidden, vocabulary.head)
 
     def whole(self, hidden: Tensor) -> Tensor:
-        """Hidden states [T, H] -> logits [T, V] float32."""
+        """Computes hidden states [T, H] -> logits [T, V] float32."""
         if len(hidden) <= _ROWS:
             return self._decoder.logits(hidden)
         return torch.cat([self._decoder.logits(rows) for rows in hidden.split(_ROWS)])

@@ -1,9 +1,9 @@
-"""Tensor parallel: the part of a model on each of N devices.
+"""Tensor parallel: splits a model over N devices.
 
-Attention is split by query heads, with their K/V heads (a K/V head is on several devices if there are fewer of them);
-Gated DeltaNet by key heads, with their value heads; a feed-forward by its inner columns, at slice ends
-(`ops.slices`); experts by their numbers; the matrix of the logits by tokens. Norms, routers and the embedding are
-whole on every device.
+Attention is split by query heads, with their K/V heads (if there are fewer K/V heads than devices, several devices have
+the same one); Gated DeltaNet by key heads, with their value heads; a feed-forward by its inner columns, at slice ends
+(`ops.slices`); experts by their numbers; the matrix of logits by tokens. Norms, routers and the embedding are whole on
+every device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEGREES: Final = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A device among `count`. config: of the whole model. tiled: as in `GdnSpec`."""
+    """One of `count` devices. config: the config of the whole model. tiled: as in `GdnSpec`."""
 
     config: ModelConfig
     index: int = 0
@@ -36,12 +36,12 @@ class Shard:
     tiled: bool = False
 
     def share(self, total: int) -> slice:
-        """Returns its part of something that divides evenly."""
+        """Returns the device's part of `total` units, which divide evenly."""
         size = total // self.count
         return slice(self.index * size, (self.index + 1) * size)
 
     def inner(self, columns: int, unit: int) -> slice:
-        """Returns its part of columns that are split at slice ends."""
+        """Returns the device's part of columns that are split at slice ends."""
         ends = [0, *slice_ends(columns, unit, self.count)]
         return slice(ends[self.index], ends[self.index + 1])
 
@@ -51,7 +51,7 @@ class Shard:
 
     @property
     def kv_heads(self) -> slice:
-        """Its K/V heads; one that it shares with other devices if there are fewer than devices."""
+        """The device's K/V heads. If there are fewer K/V heads than devices, several devices have the same head."""
         total = self.config.num_key_value_heads
         if total % self.count == 0:
             return self.share(total)
@@ -65,12 +65,12 @@ class Shard:
 
     @property
     def tokens(self) -> slice:
-        """Its rows of the matrix of the logits."""
+        """The device's rows of the matrix of logits."""
         return self.inner(self.config.vocab_size, PANEL)
 
     @property
     def value_heads(self) -> list[slice]:
-        """Its value heads, which belong to its key heads."""
+        """The device's value heads, which belong to its key heads."""
         linear = self.config.linear
         assert linear is not None
         if not self.tiled:
@@ -80,20 +80,20 @@ class Shard:
 
 
 def check_degree(config: ModelConfig, count: int, packed: bool = False, tiled: bool = False) -> None:
-    """Raises ConfigError if a model cannot be split over so many devices. packed: matrices consist of quantized blocks.
-    """
+    """Raises ConfigError if a model cannot be split over `count` devices. packed: matrices consist of quantized
+    blocks."""
     if why := _obstacle(config, count, packed, tiled):
         possible = [str(degree) for degree in DEGREES if not _obstacle(config, degree, packed, tiled)]
         raise ConfigError(f"tp={count} is not possible with this model: {why}; use tp={' or '.join(possible)}", "tp")
 
 
 def splits(config: ModelConfig, count: int, packed: bool = False) -> bool:
-    """True if a model can be split over so many devices. packed: as in `check_degree`."""
+    """True if a model can be split over `count` devices. packed: as in `check_degree`."""
     return _obstacle(config, count, packed, False) is None
 
 
 def _obstacle(config: ModelConfig, count: int, packed: bool, tiled: bool) -> str | None:
-    """Returns the reason why a model cannot be split over so many devices."""
+    """Returns the reason why a model cannot be split over `count` devices; None if it can."""
     if count == 1:
         return None
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -123,14 +123,14 @@ def _sizes(columns: int, unit: int, count: int) -> list[int]:
 
 
 def _even(columns: int, count: int, packed: bool, runs: int = 1) -> bool:
-    """True if the devices' columns are equally many. runs: as in `column_slices`."""
+    """True if all devices get the same number of columns. runs: as in `column_slices`."""
     width, units = columns // runs, _units(columns, packed)
     even = all(len({*_sizes(width, unit, count)}) == 1 and (runs == 1 or width % unit == 0) for unit in units)
     return even and _divides(columns, count, packed, runs)
 
 
 def _divides(columns: int, count: int, packed: bool, runs: int = 1, empty: bool = True) -> bool:
-    """True if every device slices its columns in the units of one device. empty: a device may have none."""
+    """True if every device slices its columns in the units of a single device. empty: a device may have no columns."""
     for unit in _units(columns, packed):
         sizes = [runs * size for size in _sizes(columns // runs, unit, count)]
         if not (empty or all(sizes)) or any(size and unit not in _units(size, packed) for size in sizes):
@@ -139,15 +139,15 @@ def _divides(columns: int, count: int, packed: bool, runs: int = 1, empty: bool 
 
 
 def _units(columns: int, packed: bool) -> set[int]:
-    """Returns the slice units that matrices of so many columns may have; some of packed models are plain."""
+    """Returns the possible slice units of matrices with this number of columns. Packed models have plain ones, too."""
     return {PLAIN_UNIT, slice_unit("Q8_0", columns)} if packed else {PLAIN_UNIT}
 
 
 class WeightSplitter:
-    """Knows which part of each canonical tensor (`loader.names`) each device has.
+    """Computes the part of each canonical tensor (`loader.names`) that each device has.
 
-    units: columns that the slices of each `down` are multiples of, by its name, unless it is plain.
-    copies: every device has a copy of embedding and top of a draft head, not the first one alone.
+    units: by name of each `down` that is not plain, the number of columns that divides its slices.
+    copies: True if every device has a copy of embedding and top of a draft head, not only the first one.
     """
 
     def __init__(self, config: ModelConfig, count: int = 1, tiled: bool = False, units: Mapping[str, int] | None = None,
@@ -156,12 +156,12 @@ class WeightSplitter:
         self._units, self._copies = units or {}, copies
 
     def over(self, devices: Sequence[str]) -> Split:
-        """Returns how these devices share the model."""
+        """Returns the split of the model over these devices."""
         return Split(tuple(map(torch.device, devices)), self.parts)
 
     def parts(self, name: str, shape: Shape) -> list[Part | None]:
-        """Returns each device's part; None for a shared expert of which a device has no columns, and for what the first
-        device alone has."""
+        """Returns each device's part; None if a device has no columns of a shared expert, or if only the first device
+        has the tensor."""
         if len(self.shards) == 1:
             return [WHOLE]
         if ".layers." not in name and name not in ("model.norm.weight", "lm_head.weight") and not self._copies:
@@ -182,7 +182,7 @@ class WeightSplitter:
 
 
 def _rows(shard: Shard, name: str, rows: int, unit: int) -> list[slice]:
-    """Returns a device's rows of a tensor that is split by rows. unit: of the `down` of its feed-forward."""
+    """Returns a device's rows of a tensor that is split by rows. unit: slice unit of the feed-forward's `down`."""
     config, linear = shard.config, shard.config.linear
     match re.sub(r"\.(weight|bias)$", "", name).rpartition(".")[2]:
         case "q_proj":

@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3.5 (transformers' Qwen3_5VisionModel): from patches to embeddings of image tokens."""
+"""The vision tower of Qwen3.5 (transformers' Qwen3_5VisionModel): computes embeddings of image tokens from patches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deltic.ops.types import Block
 
 _EPS = 1e-6
 _SLICE, _GPU_SLICE = 2048, 1 << 16
-"""Patches computed at a time."""
+"""Number of patches computed at a time: on the CPU, on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class VisionTower:
     """A vision tower, ready to run.
 
     positions [side * side, hidden_size] float32: the learned table.
-    merger: norm, and the two layers that make one embedding of a token's patches.
-    dtype: of the activations.
+    merger: a norm, and the two layers that merge a token's patches into one embedding.
+    dtype: dtype of the activations.
     """
 
     config: VisionConfig
@@ -38,10 +38,10 @@ class VisionTower:
 
     @torch.inference_mode()
     def encode(self, patches: Tensor, grids: Sequence[tuple[int, int]]) -> Generator[None, None, Tensor]:
-        """Returns embeddings [N / merge_size ** 2, out_hidden_size] float32 of images; each is independent of the
-        others.
+        """Returns embeddings [N / merge_size ** 2, out_hidden_size] float32 of images. Images do not depend on each
+        other.
 
-        patches [N, patch_values] float32, of grids of so many rows and columns. Yields after each slice of the work.
+        patches [N, patch_values] float32. grids: (rows, columns) of each image. Yields after each slice of the work.
         """
         sizes, first = tuple(rows * columns for rows, columns in grids), 0
         most, known, places = _GPU_SLICE if patches.is_cuda else _SLICE, None, Tensor()
@@ -77,25 +77,25 @@ class VisionTower:
             torch.add(self.ops.head(patches.to(self.dtype), weight), places, out=x)
 
     def _linear(self, x: Tensor, affine: Affine) -> Tensor:
-        """Returns float32; on a GPU the tower's dtype."""
+        """Computes a linear layer. Returns float32; on a GPU the tower's dtype."""
         if affine.bias.is_cuda and isinstance(affine.weight, Tensor):
             return F.linear(x.to(self.dtype), affine.weight, affine.bias)
         return self.ops.head(x.to(self.dtype), affine.weight) + affine.bias
 
     def _norm(self, x: Tensor, norm: LayerNorm) -> Tensor:
-        """Returns the tower's dtype."""
+        """Computes a layer norm. Returns the tower's dtype."""
         return F.layer_norm(x.float(), norm.scale.shape, norm.scale, norm.shift, _EPS).to(self.dtype)
 
     def _places(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Returns row and column [N] int64 of each patch; the patches of a token are consecutive."""
+        """Returns rows [N] and columns [N] int64 of the patches. The patches of a token are consecutive."""
         merge, (rows, columns) = self.config.merge_size, grid
         places = torch.arange(rows * columns, device=self.positions.device).view(
             rows // merge, merge, columns // merge, merge).transpose(1, 2).flatten()
         return places // columns, places % columns
 
     def _positions(self, grid: tuple[int, int], part: slice) -> Tensor:
-        """Interpolates the position table for some patches: [n, hidden_size] float32. The table's corners are the
-        image's."""
+        """Interpolates the position table for the patches `part`: [n, hidden_size] float32. The corners of table and
+        image coincide."""
         side = self.config.grid_side
         parts = []
         for places, size in zip(self._places(grid), grid, strict=True):
@@ -109,7 +109,7 @@ class VisionTower:
         return upper * (1 - down) + lower * down
 
     def _turns(self, grid: tuple[int, int]) -> Tensor:
-        """Returns radians [N, head_dim / 2] float32: half of them by rows, half by columns."""
+        """Returns rotary angles in radians [N, head_dim / 2] float32: one half by rows, the other by columns."""
         half = self.config.head_dim // 2
         exponents = torch.arange(0, half, 2, dtype=torch.float32, device=self.positions.device) / half
         frequencies = 1.0 / self.config.rope_theta ** exponents

@@ -1,6 +1,6 @@
-"""Speculative decoding of an engine: which sequences get drafts, how many, and statistics of their acceptance.
+"""Speculative decoding of an engine: selects the sequences that get drafts, and keeps statistics of acceptance.
 
-`proposers` makes the drafts, `draft_length` decides how many pay.
+`proposers` makes the drafts; `draft_length` chooses their number.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ log = logging.getLogger("deltic")
 class SpeculationStats:
     """Counters since the start.
 
-    drafted_at, accepted_at: verified drafts, and the right ones among them, by position in the row.
-    saved_seconds: time saved against decoding the same tokens one by one; negative if drafts made it slower.
+    drafted_at, accepted_at: numbers of verified drafts, and of the right ones among them, by position in the row.
+    saved_seconds: time saved compared to decoding the same tokens one by one; negative if drafts took more time.
     """
 
     drafted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
@@ -48,8 +48,8 @@ class SpeculationStats:
 
 
 def drafter_of(runtime: Model) -> Proposer | None:
-    """The proposer that a model's options name; None if they name none, or a draft head that the cache has no room
-    for."""
+    """Returns the proposer that a model's options name; None if they name none, or a draft head that the cache has no
+    room for."""
     speculation = runtime.options.speculation
     if isinstance(speculation, Ngram):
         return NgramProposer(speculation.tokens)
@@ -66,7 +66,7 @@ def drafter_of(runtime: Model) -> Proposer | None:
 
 
 def depth_of(drafter: Proposer | None, runtime: Model) -> DraftLength:
-    """The default number of a proposer's drafts."""
+    """Returns the default rule for the number of a proposer's drafts."""
     if isinstance(drafter, HeadProposer):
         head = drafter.head
         # the acceptance is known without drafts, so only times have to be measured again
@@ -75,8 +75,8 @@ def depth_of(drafter: Proposer | None, runtime: Model) -> DraftLength:
 
 
 class SpeculationController:
-    """Drafts tokens for the sequences that decode in the next step. drafter: None if speculation is off, or once it has
-    failed. pending: has the drafts of the next step, which are UNKNOWN."""
+    """Drafts tokens for the sequences that decode in the next step. drafter: None if speculation is off, or after the
+    drafter has failed. pending: the drafts of the next step that the host does not know yet (UNKNOWN)."""
 
     def __init__(
         self, runtime: Model, scheduler: Scheduler, drafter: Proposer | None, depth: DraftLength | None
@@ -93,8 +93,8 @@ class SpeculationController:
             self._max_rows = MAX_ROWS
 
     def draft(self) -> list[Sequence]:
-        """Sets the drafts of the sequences that decode in the next step. Returns these sequences; none if speculation
-        is off."""
+        """Sets the drafts of the sequences that decode in the next step. Returns these sequences; an empty list if
+        speculation is off."""
         answering = [sequence for sequence in self._scheduler.running if sequence.answering]
         ready = [sequence for sequence in answering if not slow(sequence)]
         self.pending = None
@@ -121,8 +121,8 @@ class SpeculationController:
         return ready
 
     def wants_drafts(self, sequences: List[Sequence]) -> bool:
-        """True if the next step of these sequences, which are all that run, should have drafts. Called once for each
-        step that could be launched without."""
+        """True if the next step of these sequences, which are all running ones, should have drafts. Called once for
+        each step that could be launched without drafts."""
         if not self._drafts_for(len(sequences)):
             return False
         wants = [sequence for sequence in sequences if sequence.request.speculate]
@@ -131,7 +131,7 @@ class SpeculationController:
         return self._next is not None
 
     def drafts_behind(self, flight: InFlight) -> int:
-        """The number of drafts of each sequence behind a step in flight, whose sequences all have drafts pending.
+        """Returns the number of drafts of each sequence after a step in flight in which all sequences have drafts.
         Called once for each step that could be launched."""
         if self.drafter is None:
             return 0
@@ -140,7 +140,7 @@ class SpeculationController:
         return min(self._next, max(row.drafts for row in flight.plan.rows))
 
     def pending_behind(self, flight: InFlight, drafts: int) -> PendingDrafts | None:
-        """The drafts behind a step in flight."""
+        """Returns the drafts that follow a step in flight; None if there are none."""
         try:
             pending = self._take_pending([(each.sequence, drafts) for each in flight.scheduled])
         except Exception:
@@ -152,15 +152,15 @@ class SpeculationController:
 
     def _apart(self) -> bool:
         """True if rows with adapters are computed apart from the others: a device that verifies drafts in buckets has
-        none for such steps."""
+        no bucket for such steps."""
         return self._runtime.capabilities.verifies and any(sequence.adapter for sequence in self._scheduler.running)
 
     def _drafts_for(self, rows: int) -> bool:
-        """True if a step of so many rows may have drafts."""
+        """True if a step with this number of rows may have drafts."""
         return self.drafter is not None and rows <= self._max_rows and not self._apart()
 
     def draft_ahead(self, flight: InFlight) -> None:
-        """Starts the drafts behind a step that was just launched, if the device can make them without the host."""
+        """Starts the drafts after a step that was just launched, if the device can make them without the host."""
         if not isinstance(self.drafter, AsyncProposer):
             return
         try:
@@ -169,20 +169,20 @@ class SpeculationController:
             self._disable()
 
     def _take_pending(self, wants: Wants) -> PendingDrafts | None:
-        """The drafts that the device makes on its own; None if the host must see them before they are verified."""
+        """Returns the drafts that the device makes on its own; None if the host must know them before verification."""
         if not isinstance(self.drafter, AsyncProposer) or any(
                 sequence.guide or sequence.constraint or changes_logits(sequence) for sequence, _ in wants):
             return None
         return self.drafter.take_pending(wants)
 
     def drop_pending(self, sequence: Sequence) -> None:
-        """Drops the pending drafts of a sequence that did not take the tokens they follow."""
+        """Drops the pending drafts of a sequence, because they follow tokens that it did not take."""
         if isinstance(self.drafter, AsyncProposer):
             self.drafter.drop_pending(sequence)
 
     def learn(self, sequence: Sequence, drafted: int, right: int) -> None:
         """Records the acceptance of verified drafts."""
-        if not isinstance(self.drafter, HeadProposer):  # which learns from all tokens
+        if not isinstance(self.drafter, HeadProposer):  # HeadProposer learns from all tokens
             for acceptance in (self._acceptance(sequence), self._usual):
                 acceptance.learn(drafted, right)
         for position in range(drafted):
@@ -190,7 +190,7 @@ class SpeculationController:
             self.stats.accepted_at[position] += position < right
 
     def timed(self, plan: StepPlan, seconds: float, tokens: int) -> None:
-        """Records the duration of a decode step, drafting included, and its tokens."""
+        """Records the duration of a decode step, including drafting, and the number of its tokens."""
         rows, drafts = len(plan.rows), max(row.drafts for row in plan.rows)
         self.depth.timed(rows, drafts, seconds)
         plain = self.depth.plain_seconds(rows)
@@ -206,7 +206,7 @@ class SpeculationController:
             self._disable()
 
     def _grants(self, ready: List[Sequence]) -> list[tuple[Sequence, int]]:
-        """The sequences that get drafts, and how many there is room for."""
+        """Returns the sequences that get drafts, and the number of drafts that have room."""
         if not self._drafts_for(len(ready)):
             return []
         wants = [(sequence, room) for sequence in ready if (room := _room(sequence)) > 0]
@@ -224,11 +224,11 @@ class SpeculationController:
         return granted
 
     def _grant(self, sequence: Sequence, count: int) -> int:
-        """Reserves pages for drafts after the next token. Returns how many drafts have room."""
+        """Reserves pages for drafts after the next token. Returns the number of drafts that have room."""
         cache, sequence_cache = self._runtime.cache, sequence.cache
         if not count or sequence_cache is None or not cache.states.attach_delta_log(sequence_cache):
             return 0
-        # and for the drafts behind these
+        # also reserves pages for the drafts after these
         more = count if self._runtime.capabilities.verifies else 0
         return min(max(cache.reserve(sequence_cache, count + 1 + more) - 1, 0), count)
 
@@ -238,12 +238,12 @@ class SpeculationController:
         return tuple(drafts)
 
     def _disable(self) -> None:
-        """Continues without the drafter, which has just failed."""
+        """Switches the drafter off after it has failed."""
         log.exception("drafting tokens failed and is switched off; answers go on without")
         self.drafter = None
 
     def _acceptance(self, sequence: Sequence) -> Acceptance:
-        """The acceptance statistics of a sequence, which begin with those of all."""
+        """Returns the acceptance statistics of a sequence, which start from the statistics of all sequences."""
         if sequence.drafts.acceptance is None:
             sequence.drafts.acceptance = Acceptance.like(self._usual)
         if isinstance(self.drafter, HeadProposer):
@@ -252,15 +252,15 @@ class SpeculationController:
 
 
 def _room(sequence: Sequence) -> int:
-    """Upper bound for a sequence's drafts: the token after them is not drafted."""
+    """Returns the maximum number of a sequence's drafts. The token after them is not drafted."""
     drafts = sequence.request.speculate and not sequence.request.logits_processors
     return sequence.limit - len(sequence.tokens) - 1 if drafts else 0
 
 
 def _fitting(sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
-    """The drafts before the first one that the constraint forbids."""
+    """Returns the drafts before the first one that the constraint forbids."""
     if not drafts or sequence.constraint is None:
         return drafts
-    with suppress(Exception):  # a constraint that fails does so again at the next token
+    with suppress(Exception):  # a constraint that fails here fails again at the next token
         return drafts[:sequence.constraint.fitting(drafts)]
     return ()

@@ -1,4 +1,4 @@
-"""The number of drafts: the one that is fastest by measured acceptance and time, perhaps none. Pure Python."""
+"""Chooses the number of drafts that is fastest by measured acceptance and time; it may be 0. Pure Python."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from typing import Protocol
 from deltic.config import ModelConfig
 
 _LEARNING = 0.08
-"""Least weight of the newest draft in a position's acceptance rate; the first ones weigh more."""
+"""Minimum weight of the newest draft in a position's acceptance rate; the first drafts weigh more."""
 _OBSERVING = 0.02
-"""The same of a token that could have been a draft, as there are more of them."""
+"""Minimum weight of a token that could have been a draft. It is smaller, because there are more such tokens."""
 _PRIOR = 3
 """The weight of the initial rate, in drafts."""
 _TIMINGS = 5
-"""The number of steps in the median time of a draft count, at least two. A median ignores outliers."""
+"""Number of steps in the median time of a draft count, at least two. A median ignores outliers."""
 _HOPE = 0.8
 """The initial acceptance rate."""
 _GROWTH = 0.12
 """The assumed increase of a step's time per draft, without experts, until it is measured."""
 _RENEWAL = 64
-"""Steps with drafts after which one without is measured again, because times drift."""
+"""Number of steps with drafts after which a step without drafts is measured again, because times drift."""
 _SURE = 3
-"""Measurements of steps without drafts before the first draft."""
+"""Number of measured steps without drafts before the first draft."""
 _WORTH = 1.03
-"""The speed-up from which on drafting pays, because times vary."""
+"""Minimum speed-up at which drafts are used. It is above 1, because times vary."""
 _BURST = 3
-"""Steps with drafts that are tried in a row after some without."""
+"""Number of consecutive steps with drafts in a new trial after steps without drafts."""
 _SHORTEST, LONGEST = 64, 1024
-"""Steps without drafts before they are tried again: at first, and at most."""
+"""Number of steps without drafts before the next trial: at first, and at most."""
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """Acceptance rates, from 0 to 1, of the drafts at each position whose predecessors were right. weights: the drafts
-    behind each rate."""
+    """Acceptance rates, from 0 to 1, at each position, of drafts after right drafts only. weights: number of drafts in
+    each rate."""
 
     shares: list[float]
     weights: list[int]
@@ -49,24 +49,24 @@ class Acceptance:
 
     @classmethod
     def like(cls, other: Acceptance) -> Acceptance:
-        """Begins with the rates of others."""
+        """Returns statistics that start with the rates of `other`."""
         return cls([*other.shares], [_PRIOR] * len(other.shares))
 
     def observe(self, right: bool) -> None:
-        """Records that one more draft would have been right or wrong, at any position."""
+        """Records, for all positions, if a draft of one more token would have been right."""
         weight = self.weights[0] + 1
         share = self.shares[0] + max(_OBSERVING, 1 / weight) * (right - self.shares[0])
         self.shares[:], self.weights[:] = [share] * len(self.shares), [weight] * len(self.weights)
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """Records verified drafts. Those after the first wrong one do not count."""
+        """Records verified drafts. Drafts after the first wrong one do not count."""
         for position in range(min(accepted + 1, drafted)):
             share, weight = self.shares[position], self.weights[position] + 1
             self.shares[position] = share + max(_LEARNING, 1 / weight) * ((position < accepted) - share)
             self.weights[position] = weight
 
     def expected(self, drafts: int) -> float:
-        """The expected tokens of a row with so many drafts."""
+        """Returns the expected number of tokens from a row with this number of drafts."""
         total, chain = 1.0, 1.0
         for share in self.shares[:drafts]:
             chain *= share
@@ -78,26 +78,26 @@ class TimeGrowth(Protocol):
     """The assumed growth of a step's time with its drafts, until it is measured."""
 
     def factor(self, rows: int, drafts: int) -> float:
-        """The time of a step with drafts, relative to one without."""
+        """Returns the time of a step with drafts, relative to a step without drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadGrowth:
-    """The growth if each draft passes all layers and a part of the matrix of logits. head: that matrix's share of a
-    token's bytes. part: the part's share of the matrix."""
+    """The growth if each draft passes all layers and a part of the matrix of logits. head: share of this matrix in the
+    bytes that a token reads. part: share of the part in the matrix."""
 
     head: float
     part: float
 
     def factor(self, rows: int, drafts: int) -> float:
-        """The time of a step with drafts, relative to one without."""
+        """Returns the time of a step with drafts, relative to a step without drafts."""
         return 1 + drafts * (1 - self.head + self.head * self.part)
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
     """The assumed growth of a step's time with its tokens, until it is measured. In a mixture of experts each draft may
-    use other experts, whose weights must be read too.
+    use other experts, and their weights must be read, too.
 
     experts: the fraction of the weights read for one token that are experts.
     passed: the fraction of a layer's experts that a token uses.
@@ -116,33 +116,33 @@ class Growth:
         return cls(routed / (config.active_parameter_count - embedding), experts.per_token / experts.count)
 
     def factor(self, rows: int, drafts: int) -> float:
-        """The time of a step with drafts, relative to one without."""
+        """Returns the time of a step with drafts, relative to a step without drafts."""
         return self._read(rows * (drafts + 1)) / self._read(rows) + _GROWTH * drafts
 
     def _read(self, tokens: int) -> float:
-        """The weights read for so many tokens, relative to one token, if each uses random experts."""
+        """Returns the weights read for this number of tokens, relative to one token, if each uses random experts."""
         met = (1 - (1 - self.passed) ** tokens) / self.passed
         return 1 + self.experts * (met - 1)
 
 
 class DraftLength(Protocol):
-    """Decides how many tokens to draft."""
+    """Chooses the number of tokens to draft."""
 
     limit: int
 
     def choose(self, known: Sequence[Acceptance], rows: int) -> int:
-        """Returns the number of drafts for each of these sequences in the next step, which has so many rows."""
+        """Returns the number of drafts of each sequence in a step with `rows` rows. known: their acceptance."""
 
     def timed(self, rows: int, drafts: int, seconds: float) -> None:
-        """Records the duration of a decode step, drafting included."""
+        """Records the duration of a decode step, including drafting."""
 
     def plain_seconds(self, rows: int) -> float | None:
-        """The time of a step of so many rows without drafts, if it is known."""
+        """Returns the seconds of a step with this number of rows without drafts; None if unknown."""
 
 
 @dataclass(slots=True)
 class FixedDraftLength:
-    """Always the same."""
+    """Always drafts `limit` tokens."""
 
     limit: int
 
@@ -158,19 +158,19 @@ class FixedDraftLength:
 
 @dataclass(slots=True)
 class AdaptiveDraftLength:
-    """The depth with the most tokens per second; once that is none, others are tried again from time to time.
+    """Chooses the number of drafts with the most tokens per second. If that is 0, tries drafts again from time to time.
 
     A step without drafts right after one with them is not measured: it still has to apply the delta log.
 
-    growth: of the times that are not known.
-    shortest: after how many steps without drafts to try again at first.
+    growth: estimates the times that are not measured yet.
+    shortest: number of steps without drafts before the first new trial.
     seconds: time of a step by (sequences, drafts).
-    recent: what was measured last.
-    last: drafts of the last step.
-    busy: steps since the one without drafts was measured.
-    quiet: steps since drafts did not pay.
-    wait: after how many of them to try again.
-    burst: steps that are left of a try.
+    recent: the last measured times.
+    last: number of drafts in the last step.
+    busy: steps since a step without drafts was last measured.
+    quiet: steps since drafts stopped paying.
+    wait: value of `quiet` at which the next trial starts.
+    burst: remaining steps of a trial.
     """
 
     limit: int
@@ -225,7 +225,7 @@ class AdaptiveDraftLength:
         return tokens / self._estimate(rows, drafts)
 
     def _estimate(self, rows: int, drafts: int) -> float:
-        """Seconds of a step: measured, or between that of none and the nearest that was measured as they grow."""
+        """Returns the seconds of a step: measured, or scaled by `growth` from the nearest measured number of drafts."""
         if (rows, drafts) in self.seconds:
             return self.seconds[rows, drafts]
         plain, grown = self.seconds[rows, 0], self.growth.factor(rows, drafts)

@@ -1,4 +1,4 @@
-"""Drafts of a smaller model that processes the same tokens."""
+"""Drafts tokens with a smaller model that processes the same tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deltic.spec_decode.mtp import Wants
 
 
 class DraftModelProposer:
-    """A proposer with its own cache, in which drafts stay in the delta log until they are verified."""
+    """A proposer with a cache of its own. Drafts stay in the cache's delta log until they are verified."""
 
     def __init__(self, runtime: Model, vocabulary: int, limit: int) -> None:
         if runtime.config.vocab_size != vocabulary:
@@ -30,14 +30,14 @@ class DraftModelProposer:
         self.limit, self._runtime = limit, runtime
         self._caches: dict[Sequence, SequenceCache] = {}
         self._refused: set[Sequence] = set()
-        """Sequences without room, until another one finishes."""
+        """Sequences that had no room. They are tried again after another sequence finishes."""
 
     @torch.inference_mode()
     def draft(self, wants: Wants) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in wants]
         wanting = {sequence for sequence, _ in wants}
         for waiting in [other for other in self._caches if other.cache is None and other not in wanting]:
-            self.forget(waiting)  # it was preempted by one that needs the room here, too
+            self.forget(waiting)  # it was preempted by a sequence that needs the room here, too
         admitted = [index for index, (sequence, count) in enumerate(wants)
                   if len(sequence.tokens) + count <= self._runtime.memory.max_context and self._has_room(sequence)]
         self._prefill([wants[index][0] for index in admitted])
@@ -60,7 +60,7 @@ class DraftModelProposer:
             missing = len(sequence.tokens) - 1 - sequence_cache.done + self.limit
             if cache.states.attach_delta_log(sequence_cache) and cache.reserve(sequence_cache, missing) >= missing:
                 return True
-        # otherwise it would process its tokens again in each step
+        # if it kept its place, it would process its tokens again in each step
         self._release(sequence)
         self._refused.add(sequence)
         return False
@@ -82,7 +82,7 @@ class DraftModelProposer:
                    if (common := common_length(keys, other.keys)) for position in other.wanted)
 
     def _cache_of(self, sequence: Sequence) -> SequenceCache | None:
-        """The sequence's cache without rejected drafts, or a new one."""
+        """Returns the sequence's cache without rejected drafts, or a new cache; None if there is no room."""
         cache, sequence_cache = self._runtime.cache, self._caches.get(sequence)
         if sequence_cache is not None and not cache.rollback(
             sequence_cache, _verified_tokens(sequence_cache, sequence)
@@ -94,8 +94,8 @@ class DraftModelProposer:
         return sequence_cache
 
     def _prefill(self, sequences: List[Sequence]) -> None:
-        """Processes new tokens except for the last ones, with checkpoints where the larger model has them. The token
-        budget limits it, so that a long prompt does not stall other answers."""
+        """Processes the new tokens of each sequence except the last one, with checkpoints where the larger model has
+        them. The token budget limits the step, so that a long prompt does not stall other answers."""
         cache, left, rows = self._runtime.cache, self._runtime.options.token_budget, list[tuple[Sequence, PlannedRow]]()
         for sequence in sequences:
             sequence_cache = self._caches[sequence]
@@ -115,17 +115,17 @@ class DraftModelProposer:
             cache.commit_checkpoints(sequence_cache)
 
     def _is_ready(self, sequence: Sequence) -> bool:
-        """True if drafts can follow: all tokens are processed, and the delta log has room."""
+        """True if drafts can follow: all tokens but the last are processed. Flushes the delta log if it lacks room."""
         sequence_cache = self._caches[sequence]
         if sequence_cache.done < len(sequence.tokens) - 1:
             return False
         if sequence_cache.unflushed + self.limit > RING:
-            # otherwise the log would be flushed amid them, and they could not be rolled back
+            # a flush of the log between the drafts would make them impossible to roll back
             self._runtime.cache.states.flush(sequence_cache)
         return True
 
     def _release(self, sequence: Sequence) -> None:
-        """Releases the cache. Its verified tokens may serve the conversation's next turn."""
+        """Releases a sequence's cache. Its verified tokens may serve the conversation's next turn."""
         cache, sequence_cache = self._runtime.cache, self._caches.pop(sequence, None)
         if sequence_cache:
             cache.release(
@@ -154,11 +154,11 @@ class DraftModelProposer:
 
 
 def _commit(cache: HybridCache, sequence_cache: SequenceCache, row: PlannedRow, keys: List[int]) -> None:
-    """Commits a row. The keys include drafts."""
+    """Commits a row. keys: the keys of its tokens, including drafts."""
     sequence_cache.keys[sequence_cache.done:] = keys
     cache.commit(sequence_cache, len(row.tokens), base_after(row))
 
 
 def _verified_tokens(sequence_cache: SequenceCache, sequence: Sequence) -> int:
-    """How many of the tokens that were read came true; the sequence's last one is read with the next draft."""
+    """Returns the number of processed tokens that were right. The last one is processed with the next draft."""
     return min(common_length(sequence_cache.keys, sequence.keys), sequence_cache.done, len(sequence.tokens) - 1)

@@ -1,4 +1,4 @@
-"""The multi-token-prediction head of a running model: its K/V grows with each step, and it drafts from the last hidden
+"""Runs the multi-token-prediction head of a model: extends its K/V in each step, and drafts from the last hidden
 state."""
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from deltic.runner.input_batch import DeviceTokens
 
 
 def draft_sizes(limit: int) -> list[int]:
-    """The draft counts for which CUDA graphs are recorded."""
+    """Returns the draft counts for which CUDA graphs are recorded."""
     return sorted({min(limit, size) for size in (1, 2, 3, 4, 6, 8, limit)})
 
 
 _PUT_OFF = 16
-"""Upper bound for the deferred tokens of a row."""
+"""Maximum number of deferred tokens of a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Backlog:
-    """Decode steps that the head has not processed yet: its K/V is not needed while nothing is drafted, and its weights
-    are then read once for all of them. first: the first of these steps. The lists have a tensor for each step: ids [R],
+    """Decode steps that the head has not processed yet. Its K/V is not needed while nothing is drafted, and deferred
+    steps read its weights only once. first: the first of these steps. The lists have a tensor for each step: ids [R],
     positions [3, R], places [R] in the K/V, hidden [R, H]."""
 
     first: Batch
@@ -51,7 +51,7 @@ class _Backlog:
 
     @classmethod
     def of(cls, batch: Batch) -> _Backlog:
-        """An empty backlog, with copies of the batch's tensors."""
+        """Returns an empty backlog with copies of the batch's tensors."""
         kept = {name: getattr(batch, name).clone() for name in ("done", "source", "target", "delta_log")}
         return cls(replace(batch, **kept))
 
@@ -67,7 +67,7 @@ class _Backlog:
             kept.append(given.clone())
 
     def batch(self) -> tuple[Batch, Tensor]:
-        """Returns all steps as one, and its hidden states. It has no page table: all K/V goes to `places`."""
+        """Returns all steps as one batch, and its hidden states. It has no page table: all K/V goes to `places`."""
         steps, rows, done = len(self.ids), self.first.layout.rows, self.first.done
         end = -(-(int(done.max()) + steps) // PAGE)
         layout = Layout((steps,) * rows, (end * PAGE,) * rows, rows * (steps == 1), 0)
@@ -83,22 +83,22 @@ class _Backlog:
 class MtpRunner:
     """A multi-token-prediction head over one cache.
 
-    Row i of its K/V is made of token i and of the model's own hidden state at position i - 1, never of a drafted one,
-    so that prefixes can be shared; the rows of drafts lie past the cursor and are overwritten. A state slot holds
-    the hidden state of its last committed token.
+    Row i of the head's K/V is computed from token i and from the model's own hidden state at position i - 1, never from
+    a drafted one, so that prefixes can be shared. Rows of drafts lie past the cursor and are overwritten. A state slot
+    holds the hidden state of its last committed token.
     """
 
     def __init__(self, mtp: MtpHead, views: tuple[CacheViews, ...], slots: List[Tensor], step: MtpStep | None) -> None:
-        """views: of each device. slots [slots, H] float32: the hidden states of the state slots, the same on each
-        device that has them. step: the native implementation. That of several GPUs follows their steps by itself."""
+        """views: by device. slots [slots, H] float32: the hidden states of the state slots, equal on each device that
+        has them. step: the native implementation. The one for several GPUs follows their steps by itself."""
         self._mtp, self._views, self._slots, self._copies = mtp, views, slots[0], slots
         self._last = slots[0][:0] if step is None or step.last is None else step.last
         self._backlog: _Backlog | None = None
         self._step = step
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
-        """Processes a step. hidden [T, H] float32: those of all its tokens after the model's final norm. `settle` sets
-        which tokens of rows with drafts are committed. Decode steps may be deferred until `catch_up`."""
+        """Processes a step. hidden [T, H] float32: of all its tokens, after the model's final norm. For rows with
+        drafts, `settle` then sets the last committed token. Decode steps may be deferred until `catch_up`."""
         self._last = hidden
         if self._step and self._step.last is None and _single(batch):
             return self._defer(batch, hidden)
@@ -110,7 +110,7 @@ class MtpRunner:
         keep_hidden(self._slots, batch, hidden)
 
     def see(self, tokens: Iterable[int]) -> None:
-        """Adds tokens to the vocabulary of a head with a shortened one."""
+        """Adds tokens to the vocabulary of a head, if it has a shortened one."""
         if self._mtp.vocabulary:
             self._mtp.vocabulary.see(tokens)
 
@@ -127,11 +127,11 @@ class MtpRunner:
             self._step.follow(*backlog.batch())
 
     def hidden(self, tokens: int) -> Tensor:
-        """A copy of the hidden states [T, H] of the last step, for a call of `settle` after the next step."""
+        """Returns a copy of the last step's hidden states [T, H], for a call of `settle` after the next step."""
         return self._last[:tokens].clone()
 
     def settle(self, slot: int, token: int, hidden: Tensor | None = None) -> None:
-        """Sets the last committed token of a slot: an index in the last step's batch, or in that of `hidden`."""
+        """Sets the last committed token of a slot. token: index in `hidden`, or without it in the last step's batch."""
         self.catch_up()
         last = (self._last if hidden is None else hidden)[token]
         for slots in self._copies:
@@ -148,29 +148,29 @@ class MtpRunner:
 
     @property
     def drafts_on_device(self) -> bool:
-        """True if the device can draft behind a step before the host has the step's tokens."""
+        """True if the device can draft after a step before the host has the step's tokens."""
         return self._step is not None and self._step.draft_ahead is not None
 
     def record(self, rows: int, pages: int, most: int) -> None:
-        """As `MtpStep.record`."""
+        """Calls `MtpStep.record`, if there is one."""
         if self._step and self._step.record:
             self._step.record(rows, pages, most)
 
     def draft_ahead(self, batch: Batch, most: int, chosen: Tensor, keys: Tensor, temperature: Tensor) -> Drafted:
-        """As `MtpStep.draft_ahead`."""
+        """Calls `MtpStep.draft_ahead`."""
         assert self._step and self._step.draft_ahead
         return self._step.draft_ahead(batch, most, chosen, keys, temperature)
 
     def draft_all(self, batch: Batch, counts: Tensor, sampling: Sampling) -> Tensor | None:
-        """Returns all drafts of single-token rows, as `MtpStep.draft`; None if they must be made one after another,
-        with `draft`."""
+        """Returns all drafts of single-token rows, as `MtpStep.draft` does; None if they must be made one by one, with
+        `draft`."""
         self.catch_up()
         plain = self.drafts_on_device or sampling.adjust is None
         return self._step.draft(batch, counts, sampling) if self._step and plain else None
 
     def draft(self, batch: Batch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Makes one draft for each single-token row. hidden [R, H]: those of the last draft; None: the model's own.
-        Returns hidden [R, H] and logits [R, V] float32, -inf for tokens that a shortened head cannot draft. Raises
+        """Makes one draft for each single-token row. hidden [R, H]: hidden states of the last draft; None: the model's
+        own. Returns hidden [R, H] and logits [R, V] float32, -inf for tokens that a shortened head cannot draft. Raises
         RequestError on several GPUs."""
         if len(self._copies) > 1:
             raise RequestError("the draft head of a model over several GPUs drafts for requests only: use tp=1", "tp")
@@ -187,16 +187,16 @@ def _single(batch: Batch) -> bool:
 
 
 Wants = List[tuple[Sequence, int]]
-"""Sequences that decode next, each with the number of drafts wanted, at least 1."""
+"""Sequences that decode next, each with the wanted number of drafts, at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingDrafts:
-    """Drafts that the device makes behind a step.
+    """Drafts that the device makes after a step.
 
-    places: the sequences, with the cache that they had at launch and the index of their row.
+    places: by sequence, its cache at launch and the index of its row.
     drafted: the drafts on the device.
-    found: the same numbers on the host, once `arrived`.
+    found: the same numbers on the host, valid once `arrived` has completed.
     """
 
     places: dict[Sequence, tuple[SequenceCache, int]]
@@ -220,7 +220,7 @@ class PendingDrafts:
         return replace(plan, rows=tuple(rows)), sequences
 
     def on_device(self, rows: List[PlannedRow], sequences: List[Sequence]) -> DeviceTokens:
-        """The places of the tokens of rows with these drafts."""
+        """Returns the places on the device of the tokens of rows with these drafts."""
         drafted, places = self.drafted, list[int]()
         for row, sequence in zip(rows, sequences, strict=True):
             place = self.places[sequence][1]
@@ -229,13 +229,13 @@ class PendingDrafts:
         return DeviceTokens(drafted.numbers, places)
 
     def drafts(self, sequence: Sequence, count: int) -> tuple[int, ...]:
-        """Waits for the drafts. Returns the first `count` of a sequence, which must follow its last token."""
+        """Waits for the drafts. Returns a sequence's first `count` drafts, which must follow its last token."""
         assert self.follows(sequence), "drafts were verified that follow other tokens"
         drafted, place = self.drafted, self.places[sequence][1]
         return tuple([int(self.found[drafted.draft_at(place, draft)]) for draft in range(min(count, drafted.drafts))])
 
     def follows(self, sequence: Sequence) -> bool:
-        """Waits for the drafts. True if they follow the sequence's last token."""
+        """Waits for the drafts. Returns True if they follow the sequence's last token."""
         self.arrived.synchronize()
         at = self.drafted.token_at(self.places[sequence][1])
         return self.found[at:at + 2].tolist() == [sequence.tokens[-1], sequence.done]

@@ -1,8 +1,8 @@
-"""Drafts by the model itself, which put off the pass over the matrix of its logits.
+"""Lets the model draft for itself, and defers the pass over its matrix of logits.
 
 The layers process each token of a group once, in order. A part of the matrix chooses the token that they process next.
 Then one pass over the whole matrix gives the logits after each token, so its bytes are read once for the group. These
-logits are the model's own: a draft that differs from the token drawn from them ends the group, and its layers' work on
+logits are the model's own: a draft that differs from the token drawn from them ends the group, and the layers' work on
 later tokens is dropped with the state delta log.
 """
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from deltic.runner.model_runner import Model
 
 MAX_ROWS: Final = 4
-"""Sequences of a step that may have groups: with more, arithmetic costs more than reading the matrix."""
+"""Maximum number of sequences in a step with groups: with more, arithmetic costs more than reading the matrix."""
 _PATIENCE: Final = 24
-"""Tokens of an answer before the part is built: shorter ones end before it pays."""
+"""Number of tokens of an answer before the part is built: shorter answers end before the part pays."""
 _MAX_SEEN: Final = 2048
-"""Tokens of a sequence that the part sees in one step: a millisecond, if all are new."""
+"""Maximum number of tokens of a sequence that `see` handles in one step: a millisecond, if all are new."""
 
 
 class HeadProposer:
@@ -46,20 +46,20 @@ class HeadProposer:
         self._seen: dict[Sequence, int] = {}
 
     def draft(self, wants: Wants) -> list[list[int]]:
-        """Returns no drafts: there is something in the step for which the host would have to know them."""
+        """Returns no drafts. It is called if the host would have to know the drafts of the step."""
         return [[] for _ in wants]
 
     def take_groups(self, wants: Wants) -> TokenGroups | None:
         """Returns the groups of the next step; None if a mask or a forced token depends on drafts, if an adapter may
-        change the matrix, or if there is no part yet."""
+        change the matrix, or if the part is not built yet."""
         asks = any(sequence.guide or sequence.constraint or sequence.adapter for sequence, _ in wants)
         if self.head.vocabulary is None or asks:
             return None
         return TokenGroups(self, frozenset(sequence for sequence, _ in wants), max(count for _, count in wants))
 
     def observe(self, sequence: Sequence, acceptance: Acceptance) -> None:
-        """Records how many of a sequence's new tokens the part contains, and adds the others to it: each of them could
-        have been a draft."""
+        """Records for each new token of a sequence, as if it had been a draft, if the part contains it. Then adds the
+        missing tokens to the part."""
         vocabulary = self.head.vocabulary
         if vocabulary is None:
             if sequence.generated >= _PATIENCE:
@@ -90,7 +90,7 @@ class HeadProposer:
         return self._runtime.sample(spread, replace(sampling, top_logprobs=None)).tokens.tolist()
 
     def run(self, rows: List[PlannedRow], sequences: List[Sequence]) -> tuple[list[PlannedRow], Tensor]:
-        """Runs rows with drafts that are still unknown. Returns the rows with their drafts, and the logits [L, V]
+        """Runs rows with drafts that are not chosen yet. Returns the rows with their drafts, and the logits [L, V]
         float32 after each token."""
         runtime, tokens = self._runtime, [[row.tokens[0]] for row in rows]
         hidden = [list[Tensor]() for _ in rows]
@@ -99,7 +99,7 @@ class HeadProposer:
             plan = StepPlan(tuple([_single(rows[number], index, tokens[number][-1]) for number in active]))
             states = runtime.run_hidden(build(plan, runtime.device, hidden=True, memory=self._memory))[1]
             assert states is not None
-            for number, state in zip(active, states.clone(), strict=True):  # the next token writes over them
+            for number, state in zip(active, states.clone(), strict=True):  # the next token overwrites the states
                 hidden[number].append(state)
             active = [number for number in active if rows[number].drafts > index]
             if active:
@@ -113,26 +113,26 @@ class HeadProposer:
 
 @dataclass(frozen=True, slots=True)
 class TokenGroups:
-    """Groups of tokens that a step drafts itself. most: the largest number of drafts of a sequence."""
+    """Groups of tokens that a step drafts by itself. most: the largest number of drafts of a sequence."""
 
     proposer: HeadProposer
     sequences: frozenset[Sequence]
     most: int
 
     def covers(self, sequences: Iterable[Sequence]) -> bool:
-        """True if the step has no other sequences."""
+        """True if all of these sequences have groups."""
         return self.sequences.issuperset(sequences)
 
     def resolve(self, plan: StepPlan, sequences: list[Sequence]) -> tuple[StepPlan, list[Sequence]]:
-        """Returns the plan without drafts, because other sequences need the step, and the sequence of each row."""
+        """Returns the plan without drafts, and the sequence of each row. Used if other sequences join the step."""
         rows = [replace(row, tokens=row.tokens[:1], logits=1, drafts=0) if row.drafts else row for row in plan.rows]
         order = sorted(range(len(rows)), key=lambda index: (len(rows[index].tokens) > 1, rows[index].slot))
         return replace(plan, rows=tuple([rows[index] for index in order])), [sequences[index] for index in order]
 
 
 def _single(row: PlannedRow, index: int, token: int) -> PlannedRow:
-    """Returns the row of token `index` of a group, without logits. The first one is no draft: it writes the
-    state, so the log holds no more than the drafts, and a step replays few tokens."""
+    """Returns the row of token `index` of a group, without logits. The first token is no draft: it writes the state, so
+    that the log has no more than the drafts, and a step replays few tokens."""
     done, base = row.done + index, row.done + 1
     if not index:
         base = row.done if row.base is None else row.base

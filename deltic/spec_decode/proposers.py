@@ -20,7 +20,7 @@ from deltic.spec_decode.mtp import MtpRunner, PendingDrafts, Wants
 
 
 class Proposer(Protocol):
-    """limit: the largest number of drafts of a sequence."""
+    """Makes draft tokens. limit: the largest number of drafts of a sequence."""
 
     limit: int
 
@@ -33,29 +33,29 @@ class Proposer(Protocol):
 
 @runtime_checkable
 class AsyncProposer(Protocol):
-    """A proposer that can start before `draft` is called."""
+    """A proposer that can start to draft before `draft` is called."""
 
     def draft_ahead(self, flight: InFlight) -> None:
-        """Starts the drafts behind a step that was just launched, if the device can make them without the host. Then it
-        sets `ScheduledSequence.drafted_next`."""
+        """Starts the drafts after a step that was just launched, if the device can make them without the host. In that
+        case it sets `ScheduledSequence.drafted_next`."""
 
     def take_pending(self, wants: Wants) -> PendingDrafts | None:
-        """Returns the drafts that were started, once; None if there are none for these sequences."""
+        """Returns the started drafts, only once; None if some of these sequences have none."""
 
     def drop_pending(self, sequence: Sequence) -> None:
-        """Drops the drafts of a sequence that did not take the tokens they follow."""
+        """Drops the drafts of a sequence, because they follow tokens that it did not take."""
 
 
 _MAX_INDEXED = 16384
-"""Prompt tokens that are indexed in one step, which takes some milliseconds."""
+"""Maximum number of prompt tokens that are indexed in one step; this takes some milliseconds."""
 _MAX_SEEN = 2048
-"""Tokens that a draft head's vocabulary sees in one step: a millisecond, if all are new."""
+"""Maximum number of tokens that are added to a draft head's vocabulary in one step: a millisecond, if all are new."""
 _MAX_PLACES = 128
-"""Earlier places of a sequence's last two tokens that are examined."""
+"""Maximum number of earlier places of a sequence's last two tokens that are examined."""
 
 
 class NgramProposer:
-    """Drafts the tokens that followed the last few tokens at an earlier place (arXiv 2304.04487)."""
+    """Drafts the tokens that followed an earlier occurrence of the last few tokens (arXiv 2304.04487)."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -75,11 +75,11 @@ class NgramProposer:
 
 class _Ngrams:
     """An index of a sequence's token pairs, in about 12 bytes a token. Pairs with the same hash are a chain: `_last` [a
-    power of two] has the place of the newest, `_earlier` [places] that of the one before, or 0. A pair's place is the
-    position after it."""
+    power of two] has the place of the newest pair, `_earlier` [places] the place of the previous pair, or 0. A pair's
+    place is the position after it."""
 
     def __init__(self, tokens: int) -> None:
-        """tokens: the current length."""
+        """tokens: the current length of the sequence."""
         self._last = array("i", bytes(4 << max(12, tokens.bit_length())))
         self._earlier = array("i", (0, 0))
 
@@ -101,7 +101,7 @@ class _Ngrams:
         return _repeated(tokens[found:], count) if found else []
 
     def _note(self, tokens: List[int]) -> None:
-        """Adds the next pairs, except for the last one, which no token follows yet."""
+        """Adds the next pairs, except for the last one, because no token follows it yet."""
         begin = len(self._earlier)
         for place in range(begin, min(len(tokens), begin + _MAX_INDEXED)):
             number = self._number(tokens[place - 2], tokens[place - 1])
@@ -113,7 +113,7 @@ class _Ngrams:
 
 
 def _repeated(tokens: List[int], count: int) -> list[int]:
-    """The first `count` tokens of an endless repetition."""
+    """Returns the first `count` tokens of an endless repetition of `tokens`."""
     return [tokens[index % len(tokens)] for index in range(count)]
 
 
@@ -128,7 +128,7 @@ class _Aside:
 
 
 class MtpProposer:
-    """Drafts with the model's own draft head; samples with the same noise as the model will."""
+    """Drafts with the model's own draft head. Samples with the same noise that the model will use."""
 
     def __init__(self, runtime: Model, head: MtpRunner, limit: int) -> None:
         self.limit, self._runtime, self._head = limit, runtime, head
@@ -165,7 +165,7 @@ class MtpProposer:
         if self._aside is None:
             self._aside = _Aside(torch.cuda.Stream(device), torch.cuda.Event(), [torch.cuda.Event() for _ in range(2)])
         else:
-            stream.wait_event(self._aside.arrived[self._turn])  # before others overwrite the buffer
+            stream.wait_event(self._aside.arrived[self._turn])  # before new drafts overwrite the buffer
         drafted = self._head.draft_ahead(batch, most, flight.drawn, keys, sampling.temperature)
         self._turn ^= 1
         found, arrived = self._landing(len(drafted.numbers)), self._aside.arrived[self._turn]
@@ -180,7 +180,7 @@ class MtpProposer:
             each.drafted_next = True
 
     def _landing(self, count: int) -> Tensor:
-        """One of two pinned buffers, by turns: the other one may still be unread."""
+        """Returns one of two pinned buffers. They alternate, because the other one may still be unread."""
         if len(self._landings[self._turn]) < count:
             self._landings[self._turn] = torch.empty(count, dtype=torch.int64, pin_memory=True)
         return self._landings[self._turn][:count]
@@ -235,7 +235,7 @@ class MtpProposer:
         return drafts
 
     def _see(self, sequences: List[Sequence]) -> None:
-        """Adds the sequences' new tokens to the head's vocabulary, those of long prompts over several steps."""
+        """Adds the sequences' new tokens to the head's vocabulary. Long prompts are added over several steps."""
         each = -(-_MAX_SEEN // max(len(sequences), 1))
         for sequence in sequences:
             begin = self._seen.get(sequence, 0)
@@ -247,13 +247,13 @@ class MtpProposer:
 
 
 def _has_room(each: ScheduledSequence) -> bool:
-    """True if there are pages for all drafts behind a row with drafts."""
+    """True if there are pages for all drafts after a row with drafts."""
     row = each.row
     return row is not None and row.drafts > 0 and each.cache.covered >= row.done + 2 * len(row.tokens) - 1
 
 
 def _next_row(sequence: Sequence, token: int, depth: int) -> PlannedRow:
-    """The row of a token that follows the committed ones and `depth` drafts."""
+    """Returns the row of a token that follows the committed tokens and `depth` drafts."""
     cache = sequence.cache
     assert cache is not None
     return PlannedRow((token,), cache.done + depth, cache.pages, cache.slot, 1, rotary=sequence.images.offset)
