@@ -1,5 +1,5 @@
-"""deltic: inference for models that mix recurrent and attention layers. The public names; nothing heavy is imported
-until one of them is used."""
+"""deltic: inference for models that mix recurrent and attention layers. This module exports the public names and
+imports their modules on first use."""
 
 from __future__ import annotations
 

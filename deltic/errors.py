@@ -1,4 +1,4 @@
-"""The exceptions a caller can act on. Every message names the thing that is wrong and the fix."""
+"""Defines the exceptions that a caller can act on. Every message names the problem and the fix."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class DelticError(ValueError):
 
 
 class ModelError(DelticError):
-    """A model cannot be found, read or trusted: unknown name, corrupt file, config and weights that disagree."""
+    """A model cannot be found, read or trusted: unknown name, corrupt file, or weights that contradict the config."""
 
 
 class ConfigError(DelticError):
-    """An engine option has a value that it cannot have."""
+    """An engine option has an invalid value."""
 
     def __init__(self, message: str, option: str | None = None) -> None:
         super().__init__(message)
@@ -30,9 +30,9 @@ class TemplateError(DelticError):
 
 
 class RequestError(DelticError):
-    """One request cannot be served as asked; others are not affected.
+    """One request cannot be served as asked. Other requests are not affected.
 
-    `field` is the path of the offending field in the request (`messages[2].content`), where there is one.
+    `field` is the path of the invalid field in the request (`messages[2].content`), or None.
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:
@@ -41,26 +41,26 @@ class RequestError(DelticError):
 
 
 class LongPromptError(RequestError):
-    """The prompt has more tokens than the context, or a limit, allows."""
+    """The prompt has more tokens than the context or a limit allows."""
 
 
 def too_long(tokens: int | str, reason: str) -> str:
-    """Returns the message for a prompt of so many tokens. reason: the limit, and what to do.
+    """Returns the message for a prompt of `tokens` tokens that is too long. reason: the limit, and what to do.
 
-    Clients recognise by these words that a conversation must be shortened: "prompt is too long", "maximum context
-    length is N tokens".
+    Clients search for the words "prompt is too long" and "maximum context length is N tokens" to detect that they must
+    shorten a conversation.
     """
     return f"the prompt is too long: it has {tokens} tokens {reason}"
 
 
 def context_bound(tokens: int) -> str:
-    """Returns the reason why a prompt that fills a context of so many tokens is too long."""
+    """Returns the `reason` of `too_long` for a prompt that fills a context of `tokens` tokens."""
     return f"and the maximum context length is {tokens} tokens, answer included: shorten it, or raise `max_context`"
 
 
 @contextmanager
 def of_prompt(field: str) -> Iterator[None]:
-    """Adds the field of one of several prompts to a RequestError."""
+    """Adds `field`, which names one of several prompts, to a RequestError that the block raises."""
     try:
         yield
     except RequestError as error:
@@ -68,7 +68,7 @@ def of_prompt(field: str) -> Iterator[None]:
 
 
 class BusyError(DelticError):
-    """There is more work than a limit allows; the request may succeed later. retry_after: in seconds."""
+    """A load limit is reached; the request may succeed later. retry_after: seconds to wait before a retry."""
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -76,18 +76,17 @@ class BusyError(DelticError):
 
 
 class QuotaError(BusyError):
-    """One caller has as many concurrent requests as it may have."""
+    """One caller has reached its limit of concurrent requests."""
 
 
 class UnavailableError(DelticError):
-    """The engine takes no requests: it was closed, or it failed."""
+    """The engine accepts no requests because it was closed or has failed."""
 
 
 class GenerationError(DelticError):
-    """The engine gave up on an answer.
+    """The engine could not complete an answer.
 
-    `output`: what exists of the `Output`, if the caller would have got one: choices that ended well are whole, the
-    others carry their error.
+    output: the partial `Output` of a call that returns one; its failed choices carry their errors.
     """
 
     def __init__(self, message: str, output: Any = None) -> None:
@@ -100,7 +99,7 @@ class DegenerateError(DelticError):
 
 
 def valid_text(value: object, field: str) -> str:
-    """Returns the text in a request's field; RequestError for another type or invalid Unicode."""
+    """Returns `value` as text. Raises RequestError with `field` if it has another type or is invalid Unicode."""
     if not isinstance(value, str):
         raise RequestError(f"{field} must be text, not {show(value)}", field)
     try:
@@ -112,7 +111,7 @@ def valid_text(value: object, field: str) -> str:
 
 
 def show(value: object) -> str:
-    """Returns a value as a message quotes it, cut to a length; does not look at more of the value than it shows."""
+    """Returns a value as quoted in messages, cut to _SHOWN characters. Reads only the part that it shows."""
     text = ""
     for piece in _spell(value):
         text += piece
@@ -122,7 +121,7 @@ def show(value: object) -> str:
 
 
 def _spell(value: object) -> Iterator[str]:
-    """Yields the pieces of repr(value)."""
+    """Yields repr(value) in pieces."""
     if type(value) is str:
         yield repr(value[:_SHOWN + 1])
     elif type(value) is list:
@@ -140,17 +139,17 @@ def _spell(value: object) -> Iterator[str]:
     else:
         try:
             yield repr(value)
-        except ValueError:  # Python declines to print integers of thousands of digits
+        except ValueError:  # Python refuses to print integers of thousands of digits
             yield "a huge number"
 
 
 def is_panic(error: BaseException) -> bool:
-    """True if the error is a panic of a Rust library, which is no Exception."""
+    """Returns True if the error is a panic of a Rust library, which is a BaseException but no Exception."""
     return type(error).__name__ == "PanicException"
 
 
 def forked_from(process: int) -> UnavailableError:
-    """Returns the error for a process that was forked from the model's."""
+    """Returns the error for a call in a process that was forked from `process`, which loaded the model."""
     return UnavailableError(
         f"the model was loaded by process {process}, and this one was forked from it, without its threads: load the "
         "model here, or start processes with multiprocessing's \"spawn\" method")

@@ -57,21 +57,21 @@ __all__ = ["LLM", "ChatOptions", "ChatOutput", "Choice", "Stream", "TokenCallbac
 log = logging.getLogger("deltic")
 
 TokenCallback = Callable[[int, int], bool]
-"""Called with (row, token id) for each token of a batch; False stops that row alone."""
+"""Called with (row, token id) for each token of a batch. Returning False stops that row only."""
 
-_GATHERED = 64  # tokens that gather before a caller that waits for whole answers turns them into text
+_GATHERED = 64  # tokens that are buffered before they are decoded for a caller that waits for whole answers
 _CLOSING = 60.0  # seconds that `close` waits for the running step
 
 
 class FormatOptions(TypedDict, total=False):
-    """The form of the answers, what changes the model's logits, and which calls share the cache.
+    """Options for the format of answers, for changes of the model's logits, and for cache sharing.
 
-    response_format: in OpenAI's form, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name": ...,
+    response_format: OpenAI's field: {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name": ...,
         "schema": ...}}.
-    structured_outputs: in vLLM's, one of json (a schema), regex, choice (a list of texts), grammar.
-    logits_processors: functions of (token ids, logits [V]) that return other logits, see `EngineRequest`.
-    cache_salt: calls share cached prefixes and answer records only if they have the same salt.
-    lora: the name of a loaded adapter, which computes the answers.
+    structured_outputs: vLLM's field: one of json (a schema), regex, choice (a list of texts), grammar.
+    logits_processors: functions of (token ids, logits [V]) that return the new logits, see `EngineRequest`.
+    cache_salt: calls share cached prefixes and answer records only if their salts are equal.
+    lora: the name of the loaded adapter to use for the answers.
     """
 
     response_format: Mapping[str, Any] | None
@@ -82,14 +82,14 @@ class FormatOptions(TypedDict, total=False):
 
 
 class ChatOptions(FormatOptions, total=False):
-    """What a conversation can be told besides its messages.
+    """Options of a chat request besides its messages.
 
     thinking: the template variable enable_thinking.
-    thinking_budget: tokens after which an open think block is closed for the model; 0 closes it at once.
-    tool_choice: "none", "auto", "required", or a function by name, as OpenAI writes it.
-    fork_from: an earlier output, or one of its choices, that the messages follow, in place of the conversation so far.
-        Its exact tokens are continued, so that only the messages are prefilled; any number of branches may begin there.
-        Give the tools again if there are any.
+    thinking_budget: number of tokens after which the engine closes an open think block; 0 closes it at once.
+    tool_choice: "none", "auto", "required", or OpenAI's object that names a function.
+    fork_from: an earlier output or one of its choices. `messages` then contains only the messages that follow it. The
+        engine continues its exact tokens and prefills only the new messages. Any number of branches may start from one
+        output. Pass `tools` again if there are any.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -107,7 +107,7 @@ _GENERATE_STREAM = ("prompt", "sampling", *FormatOptions.__annotations__)
 
 
 class _Generation:
-    """Requests that are submitted together, and their answers. on_token: as in `generate`."""
+    """A group of requests that are submitted together, and their answers. on_token: as in `generate`."""
 
     def __init__(self, worker: Worker, jobs: Sequence[PreparedRequest], on_token: TokenCallback | None = None,
                  patience: int = _GATHERED) -> None:
@@ -139,7 +139,7 @@ class _Generation:
         return self._take(events)
 
     def close(self) -> None:
-        """Aborts the requests that still run."""
+        """Aborts the requests that are still running."""
         running = [request.id for request, output in zip(self._requests, self.answers.outputs) if not output]
         if self._started and running and not self._worker.forked:
             self._worker.abort(running)
@@ -165,9 +165,9 @@ class _Generation:
 class Stream:
     """An iterator over the deltas of one answer, for `for`, `next` and `async for`. `output` is set at the end.
 
-    The deltas of several choices (n) are mixed; `Delta.index` is the choice. The request starts with the first `next`.
-    `close`, leaving the loop and dropping the stream abort it. One thread or task may read at a time, others get
-    RequestError; any thread may call `close`. Raises GenerationError at the end if the engine failed.
+    The deltas of several choices (n) are interleaved; `Delta.index` is the choice. The first `next` starts the request.
+    `close`, leaving the loop and dropping the stream abort it. Only one thread or task may read at a time; a second
+    reader gets RequestError. Any thread may call `close`. Raises GenerationError at the end if the engine failed.
     """
 
     def __init__(self, llm: LLM, job: PreparedRequest) -> None:
@@ -186,12 +186,12 @@ class Stream:
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens of all choices so far."""
+        """Number of tokens of all choices so far."""
         return self._call.answers.tokens
 
     def read(self, timeout: float | None = None) -> list[Delta]:
-        """Returns the deltas since the last call; waits for some, at most `timeout` seconds. Empty at the end: then
-        `output` is set, with the error if there was one."""
+        """Returns the deltas since the last call. If there are none, waits up to `timeout` seconds. Returns [] at the
+        end; `output` is set then and has the error, if any."""
         if self._closed or self.output:
             return []
         with self._reading():
@@ -199,7 +199,7 @@ class Stream:
             return self._call.take(self._call.mailbox.get(timeout))
 
     def close(self) -> None:
-        """Aborts the requests that still run."""
+        """Aborts the requests that are still running."""
         if not self._closed:
             self._closed = True
             self._deltas.clear()
@@ -231,7 +231,7 @@ class Stream:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Allows one reader at a time; a second one would wait forever."""
+        """Guards against a second reader, which would wait forever."""
         if not self._turn.acquire(blocking=False):
             raise RequestError("this stream is being read by another thread or task: give each a stream of its own",
                                "stream")
@@ -254,14 +254,14 @@ class Stream:
         return self._deltas.popleft() if self._deltas else None
 
     def _over(self) -> bool:
-        """True at the end. Raises GenerationError once if the engine failed."""
+        """Returns True at the end of the answer. Raises GenerationError once if the engine failed."""
         if not self._closed and self.output:
             self._closed = True
             self.output.sound()
         return self._closed
 
     def __del__(self) -> None:
-        with suppress(Exception):  # partly constructed, in a forked process, or at the interpreter's end
+        with suppress(Exception):  # partly constructed, in a forked process, or at interpreter shutdown
             self.close()
 
 
@@ -274,23 +274,23 @@ class LLM:
         for delta in llm.stream(messages): print(delta.text, end="")
         llm.generate(["Once upon", "In the year"], SamplingParams(max_tokens=20))
 
-        await llm.achat(messages)                         # the same for asyncio
+        await llm.achat(messages)                         # the asyncio variants
         async for delta in llm.stream(messages): ...
 
-    Conversations go to `chat`, `achat` and `stream`, raw prompts (texts or token ids) to `generate`, `agenerate` and
-    `generate_stream`. Any thread and any task may call them, also while the model is being served: one thread, the
-    `worker`, runs the model and batches concurrent calls.
+    `chat`, `achat` and `stream` take conversations. `generate`, `agenerate` and `generate_stream` take raw prompts
+    (text or token ids). Any thread or task may call them, even while the model is being served: one thread, `worker`,
+    runs the model and batches concurrent calls.
 
-    lora: adapters, the directory of each by its name. `adapters` loads and unloads others at any time.
+    lora: maps adapter names to directories. `adapters` loads and unloads more adapters at any time.
     config: replaces the model's config.json: a path, its content, or a `deltic.config.ModelConfig`.
-    weights: replaces the model's tensors, by their Hugging Face names, with those of vision tower and draft head.
-    options: fields of ChatConfig (how conversations are read) and EngineConfig (how the model runs):
-    history: "preserve" or "template", how prompts treat earlier answers: see `deltic.chat.history`.
+    weights: replaces the model's tensors, by Hugging Face name, including the vision tower's and draft head's tensors.
+    options: fields of ChatConfig (how conversations are read) and EngineConfig (how the model runs). ChatConfig has:
+    history: "preserve" or "template": how prompts treat earlier answers, see `deltic.chat.history`.
     strip_billing_header: remove the billing header that coding agents put before the system message.
-    thinking: default of requests; None: the template decides.
-    thinking_budget: default of requests: tokens that an answer may spend on thinking.
-    tool_call_parser: "qwen", "json" or "minimax", the form of tool calls; "auto": that of the chat template.
-    parse_special: messages may spell control tokens such as <|im_end|>, which are ordinary text otherwise.
+    thinking: default for requests; None: the chat template decides.
+    thinking_budget: default for requests: maximum number of thinking tokens per answer.
+    tool_call_parser: the format of tool calls: "qwen", "json", "minimax", or "auto" for the chat template's format.
+    parse_special: parse control tokens such as <|im_end|> in messages; otherwise they are ordinary text.
 
     Raises ConfigError for unknown options, ModelError for unusable models, RequestError for requests that cannot be
     served, UnavailableError for calls after `close` or in a forked process.
@@ -315,7 +315,7 @@ class LLM:
         self.adapters = open_adapters(self.runtime, lora)
         self.worker = Worker(Engine(self.runtime))
         self._closing = threading.Lock()
-        weakref.finalize(self, self.worker.stop, 0.0).atexit = False  # the worker handles the interpreter's end itself
+        weakref.finalize(self, self.worker.stop, 0.0).atexit = False  # the worker handles interpreter shutdown itself
 
     @cached_property
     def states(self) -> StateFiles:
@@ -325,7 +325,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The worker's engine. Its statistics may be read; for all else use `Worker.hold`."""
+        """The worker's engine. Callers may read its statistics; all other access needs `Worker.hold`."""
         return self.worker.engine
 
     @property
@@ -337,16 +337,16 @@ class LLM:
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(),
              **options: Unpack[ChatOptions]) -> ChatOutput:
-        """Answer a conversation: OpenAI-style messages, or one user message as text. GenerationError, which has what
-        there is of the answer, if the engine gives up on it. For the options see `ChatOptions`."""
+        """Returns the answer to a conversation: OpenAI-style messages, or the text of one user message. Raises
+        GenerationError with the partial answer if the engine fails. For the options see `ChatOptions`."""
         check_options("chat", options, _CHAT)
         output, = self._gather([self._turn(messages, sampling, **options)])
         return output.sound()
 
     def fork(self, output: ChatOutput | Choice, branches: Sequence[Any], sampling: SamplingParams = SamplingParams(),
              **options: Unpack[ChatOptions]) -> list[ChatOutput]:
-        """Continue an earlier output in several ways at once: each branch is what `chat` takes as messages, with
-        `fork_from=output`. The branches share the conversation's K/V and have a state each."""
+        """Continues an earlier output in several branches at once. Each branch is the `messages` argument of a `chat`
+        call with `fork_from=output`. The branches share the conversation's K/V; each has its own state."""
         check_options("fork", options, _FORK)
         if isinstance(branches, str) or not isinstance(branches, Sequence) or not branches:
             raise RequestError(f"branches must be a list of messages or texts, one for each, not {show(branches)}",
@@ -356,7 +356,7 @@ class LLM:
 
     async def achat(self, messages: Any, sampling: SamplingParams = SamplingParams(),
                     **options: Unpack[ChatOptions]) -> ChatOutput:
-        """As `chat`, for asyncio. Cancelling it aborts the request."""
+        """Runs `chat` for asyncio. Cancelling it aborts the request."""
         check_options("achat", options, _CHAT)
         job = await asyncio.to_thread(self._turn, messages, sampling, **options)
         output, = await self._agather([job])
@@ -364,31 +364,31 @@ class LLM:
 
     def stream(self, messages: Any, sampling: SamplingParams = SamplingParams(),
                **options: Unpack[ChatOptions]) -> Stream:
-        """As `chat`, piece by piece, for threads and asyncio. The prompt is made at once, the rest on demand."""
+        """Streams the answer of `chat`, for threads and asyncio. Prepares the prompt now; the first read starts it."""
         check_options("stream", options, _CHAT)
         return Stream(self, self._turn(messages, sampling, **options))
 
     def generate(self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt],
                  sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
                  on_token: TokenCallback | None = None, **options: Unpack[FormatOptions]) -> list[ChatOutput]:
-        """Continue each prompt (text or token ids). sampling: one for all, or one per prompt.
+        """Continues each prompt (text or token ids). sampling: one for all, or one per prompt.
 
-        RequestError, and nothing runs, if a prompt is refused. A choice on which the engine gave up has finish "error"
-        and says why in `error`; the others are not affected."""
+        Raises RequestError before anything runs if a prompt is invalid. If the engine fails on a choice, its finish is
+        "error" and its `error` has the reason; the other choices are not affected."""
         check_options("generate", options, _GENERATE)
         return self._gather(self._jobs(prompts, sampling, on_token, **options), on_token)
 
     async def agenerate(self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt],
                         sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
                         on_token: TokenCallback | None = None, **options: Unpack[FormatOptions]) -> list[ChatOutput]:
-        """As `generate`, for asyncio. Cancelling it aborts the requests."""
+        """Runs `generate` for asyncio. Cancelling it aborts the requests."""
         check_options("agenerate", options, _GENERATE)
         jobs = await asyncio.to_thread(self._jobs, prompts, sampling, on_token, **options)
         return await self._agather(jobs, on_token)
 
     def generate_stream(self, prompt: str | Sequence[int] | Prompt, sampling: SamplingParams = SamplingParams(),
                         **options: Unpack[FormatOptions]) -> Stream:
-        """Continue one prompt (text or token ids) piece by piece, for threads and asyncio."""
+        """Streams the continuation of one prompt (text or token ids), for threads and asyncio."""
         check_options("generate_stream", options, _GENERATE_STREAM)
         wanted = as_format(options.get("response_format"), options.get("structured_outputs"))
         job = self._job(as_prompt(prompt), as_params(sampling), wanted)
@@ -396,13 +396,13 @@ class LLM:
                                        options.get("lora")))
 
     def prompt(self, text: str, images: Sequence[Any] = ()) -> Prompt:
-        """A raw prompt with images, for `generate` and `Session.prefill`: each is seen where the text has the marker
-        <__media__>. images: pixels (uint8 arrays [height, width, 3]), pictures of Pillow's, paths or bytes of files."""
+        """Returns a raw prompt with images for `generate` and `Session.prefill`. Each marker <__media__> in the text
+        stands for one image. images: uint8 arrays [height, width, 3], Pillow images, or paths or bytes of files."""
         return self.chat_processor.prompt(text, images)
 
     def pin(self, messages: Any, *, tools: Any = None, variables: Mapping[str, Any] | None = None) -> int:
-        """Read the beginning that all conversations with these system messages and tools share, and keep it for as
-        long as anything is kept; returns its tokens. RequestError if they share none."""
+        """Prefills the prefix that all conversations with these system messages and tools share, and pins it in the
+        prefix cache. Returns its number of tokens. Raises RequestError if there is no common prefix."""
         check_tools(tools)
         prompt = self.chat_processor.system_prefix(as_messages(messages, 0), tools=tools,
                                              variables=as_variables(variables, None))
@@ -419,9 +419,9 @@ class LLM:
 
     def save_state(self, prompt: Any, directory: str | Path, name: str = "", **options: Unpack[ChatOptions]
                    ) -> SavedState:
-        """Saves the prefix that a prompt begins with as files in a directory; reads the prompt first, as far as it is
-        not cached. prompt: messages, or a raw prompt, text or token ids. System messages alone mean the prefix that
-        all conversations with them and with `tools` share. Returns the saved state with its id."""
+        """Saves the state of a prompt's prefix as files in a directory. Prefills the uncached part of the prompt first.
+        prompt: messages, or a raw prompt (text or token ids). For system messages alone, saves the prefix that all
+        conversations with them and with `tools` share. Returns the saved state with its id."""
         check_options("save_state", options, {"prompt", "directory", "name", *ChatOptions.__annotations__} - {"lora"})
         job, answer = self._saved_prefix(prompt, **options)
         if not self.states.keeps(self.worker, job.request):
@@ -429,27 +429,27 @@ class LLM:
         return self.states.save(self.worker, job.request, directory, name, answer)
 
     def load_state(self, directory: str | Path, state: str | None = None, cache_salt: str | None = None) -> SavedState:
-        """Puts a saved state into the prefix cache: prompts that begin with its tokens resume there. state: its id, or
-        the beginning of it; None: the only one in the directory. RequestError says why it cannot be used."""
+        """Puts a saved state into the prefix cache; prompts that begin with its tokens resume from it. state: its id or
+        a prefix of the id; None: the only state in the directory. Raises RequestError if it is unusable."""
         return self.states.load(self.worker, directory, state, as_salt(cache_salt))
 
     def warm_up(self) -> None:
-        """Prepares the tiers and, on a GPU, all that steps use, as a server does before it is ready: then the first
-        request is as fast as later ones. Call it before any request."""
+        """Prepares the tiers and, on a GPU, everything that steps use, so that the first request is as fast as later
+        ones. A server does this before it is ready. Call it before any request."""
         def prepare(_: Engine) -> None:
             for tier in self.runtime.cache.tiers:
                 tier.prepare()
-            if isinstance(self.runtime, ModelRunner):  # an exported program is compiled
+            if isinstance(self.runtime, ModelRunner):  # an exported program is compiled already
                 warm_up(self.runtime)
         self.worker.execute(prepare)
 
     def profile(self) -> AbstractContextManager[Profile]:
-        """For a `with` block: the time of all steps meanwhile, by phase and operator."""
+        """Returns a context manager that measures all steps in its `with` block, by phase and operator."""
         return profiling(self.runtime, self.worker.hold)
 
     def close(self) -> None:
-        """End what is running, and wait until everything that shall outlive the process is on disk; the model must not
-        be used afterwards. It may be closed twice. The end of the process ends what is running, too."""
+        """Ends running requests and waits until all data that outlives the process is on disk. The model cannot be used
+        afterwards. Closing twice is allowed. Process exit also ends running requests."""
         with self._closing:
             if not self.worker.stop(_CLOSING, "the model has been closed: load it anew"):
                 log.error("the engine is stuck and is left behind")
@@ -493,8 +493,8 @@ class LLM:
             call.close()
 
     def _saved_prefix(self, prompt: Any, **options: Unpack[ChatOptions]) -> tuple[PreparedRequest, Any]:
-        """Prepares a request that reads what following prompts begin with, and answers nothing. Also returns the record
-        of the last answer."""
+        """Prepares a request that prefills the common prefix of following prompts and generates no tokens. Also returns
+        the record of the last answer."""
         nothing, salt, tools = SamplingParams(max_tokens=0), as_salt(options.get("cache_salt")), options.get("tools")
         if not (isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping)):
             return self._with(self._job(as_prompt(prompt), nothing, None), salt, None), None

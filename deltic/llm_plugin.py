@@ -1,4 +1,4 @@
-"""A plugin for `llm`: the models of a running `deltic serve`. Only llm loads it, through the package's entry point.
+"""Plugin for the `llm` command: offers the models of a running `deltic serve`. llm loads it by its entry point.
 
 DELTIC_URL: the server's address. DELTIC_API_KEY: its key.
 """
@@ -15,7 +15,7 @@ from llm import hookimpl
 from llm.default_plugins.openai_models import AsyncChat, Chat
 
 _URL = "http://127.0.0.1:8000"
-_PATIENCE = 1.0  # seconds; each start of llm waits for it
+_PATIENCE = 1.0  # timeout in seconds; each start of llm may wait this long
 
 
 @hookimpl
@@ -35,7 +35,7 @@ def _model(kind: Callable[..., Any], id: str, name: str, base: str, key: str) ->
 
 
 def _names(base: str, key: str) -> list[str]:
-    """Returns the names of the server's models; none if it does not answer."""
+    """Returns the names of the server's models, or [] if the server does not answer."""
     try:
         with urlopen(Request(base + "/models", headers={"authorization": f"Bearer {key}"}), timeout=_PATIENCE) as found:
             return [str(model["id"]) for model in json.load(found)["data"]]

@@ -1,8 +1,8 @@
-"""A model for lm-evaluation-harness (`lm_eval`): `deltic`, in this process.
+"""Registers the model `deltic` for lm-evaluation-harness (`lm_eval`). It runs in the same process.
 
     python -m deltic.lm_eval_plugin run --model deltic --model_args model=DIR,memory=4GiB --tasks lambada_openai
 
-Importing this module registers the model. Its arguments are those of `deltic.LLM`, and `add_bos_token`, `max_gen_toks`.
+Importing this module registers the model. It takes the arguments of `deltic.LLM`, `add_bos_token` and `max_gen_toks`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from deltic.params import PARAMETERS, SamplingParams
 _SCORE = SamplingParams(max_tokens=0, prompt_logprobs=1)
 
 Pair = tuple[Any, Sequence[int], Sequence[int]]
-"""The request, the tokens of the context, and those of the continuation."""
+"""(request, tokens of the context, tokens of the continuation)."""
 
 
 @register_model("deltic")
 class DelticLM(TemplateLM):  # type: ignore[misc]
-    """A model that deltic runs.
+    """lm_eval's interface to an `LLM`.
 
-    add_bos_token: texts begin with what the tokenizer puts before a raw prompt; None: as the tokenizer says.
-    max_gen_toks: tokens of an answer if a task sets no limit.
+    add_bos_token: add the tokenizer's special tokens to each text; None: the same as True.
+    max_gen_toks: maximum tokens of an answer if the task sets no limit.
     """
 
     def __init__(self, model: str | None = None, pretrained: str | None = None, add_bos_token: bool | None = None,
@@ -48,7 +48,7 @@ class DelticLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context."""
+        """The token that precedes a text without context."""
         before = self._words.around[0]
         bos = self._words.bos_id
         return before[0] if before else self.eot_token_id if bos is None else bos
@@ -113,7 +113,7 @@ class DelticLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def _params(self, wanted: dict[str, Any]) -> SamplingParams:
-        """Returns a task's sampling; greedy unless it samples."""
+        """Returns the sampling parameters of a task's arguments; greedy unless `do_sample` is set."""
         stops = wanted.get("until") or ()
         most = wanted.get("max_gen_toks", wanted.get("max_tokens", self._max_tokens))
         drawn: dict[str, Any] = {"temperature": 0.0}
@@ -128,7 +128,7 @@ class DelticLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def _room(self) -> int:
-        """Tokens of a prompt, at most."""
+        """Maximum number of tokens in a prompt."""
         return self.llm.engine.max_context - 1
 
 

@@ -1,4 +1,4 @@
-"""Frozen values that cross package borders. No torch here."""
+"""Defines the frozen records that cross package borders. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from deltic.errors import RequestError, show
 PAGE = 16
 """Tokens of one K/V page."""
 CHUNK = 64
-"""Tokens that the chunked delta rule takes at once."""
+"""Tokens per chunk of the chunked delta rule."""
 RING = 16
-"""Entries of a state delta log: tokens after the state in the sequence's slot."""
+"""Entries of a state delta log, one for each token after the state in the sequence's slot."""
 MAX_DRAFTS = 12
-"""Tokens that may be drafted at once: with the token before them they fit a delta log, with room to spare."""
+"""Maximum number of tokens drafted at once. With the token before them they fit a delta log, with room to spare."""
 
 MOST_TOKENS = 1 << 31
 """The largest limit or count of tokens in a request."""
@@ -28,26 +28,26 @@ Finish = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """Speculate with the model's own draft head, if it has one; else as `Head` where that pays."""
+    """Speculates with the model's own draft head if it has one, else like `Head` where that is faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mtp:
-    """Draft up to so many tokens with the model's multi-token-prediction head."""
+    """Drafts up to `tokens` tokens with the model's multi-token-prediction head."""
 
     tokens: int = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Ngram:
-    """Draft up to so many tokens that followed the last few tokens before, in the same prompt and answer."""
+    """Drafts up to `tokens` tokens that followed an earlier occurrence of the last few in prompt or answer."""
 
     tokens: int = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Draft up to so many tokens with another, smaller model of the same vocabulary."""
+    """Drafts up to `tokens` tokens with a smaller model that has the same vocabulary."""
 
     model: str
     tokens: int = 4
@@ -55,27 +55,27 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Draft up to so many tokens with the model itself and a part of the matrix of its logits."""
+    """Drafts up to `tokens` tokens with the model itself and some rows of its logits matrix."""
 
     tokens: int = 3
 
 
 Speculation = Auto | Mtp | Ngram | Draft | Head | None
-"""How tokens are drafted for the model to verify; None: not at all. Changes only the speed of answers."""
+"""How tokens are drafted for the model to verify; None disables speculation. It changes only the speed of answers."""
 
 MAX_LOGIT_BIAS = 100
 MAX_STOPS = 64
 _FEW = 20
-"""The most alternatives that logprobs report for each token."""
+"""Maximum number of alternatives that logprobs report for each token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """The declaration of a numeric sampling parameter, from which the APIs and the command line derive theirs.
+    """Declares a numeric sampling parameter; the APIs and the command line derive their fields and options from it.
 
-    kind, optional: the type; optional parameters may be None. low, high: the range, both ends included.
-    help: one line. metavar: of its command-line option; "": there is no option.
-    shared: all APIs have the field by this name. aliases: names that other servers use for the field.
+    kind, optional: the type; optional parameters may be None. low, high: the range, inclusive.
+    help: one line. metavar: placeholder in the help of its command-line option; "": there is no option.
+    shared: all APIs have a field with this name. aliases: names that other servers use for the field.
     """
 
     low: float
@@ -89,7 +89,7 @@ class Parameter:
     optional: bool = False
 
     def read(self, value: Any) -> Any:
-        """Returns a number of any type (also numpy's) as Python's own. RequestError if it is wrong."""
+        """Converts a number of any type, including numpy's, to int or float. Raises RequestError if it is invalid."""
         return None if value is None and self.optional else _number(self.name, value, self.low, self.high, self.kind)
 
 
@@ -100,23 +100,23 @@ def _parameter(default: float | None, low: float, high: float, help: str, *, met
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. `None`: as in the model's generation_config.json, otherwise neutral.
+    """How tokens are sampled. `None` takes the value of the model's generation_config.json, or else the neutral value.
 
     The order is: penalties, logit_bias, temperature, top_k, top_p, min_p, then one draw.
 
     repetition_penalty: divides positive (multiplies negative) logits.
-    logit_bias: added to the logit of a token id; -100 and below forbids it.
+    logit_bias: maps token ids to numbers that are added to their logits; -100 forbids the token.
     seed: draws are a function of (seed, choice, position), so equal requests give equal answers; `None` draws a seed
         per request.
-    stop: strings that end the answer and are not part of it; one may be given alone.
-    stop_token_ids: ids that do the same. `None` is none, here and for stop and logit_bias.
-    logprobs: 0 reports the chosen token only, None nothing.
-    prompt_logprobs: of all tokens except the first; the whole prompt is then processed slowly, without the
+    stop: strings that end the answer and are excluded from it; a single string is allowed.
+    stop_token_ids: ids that end the answer in the same way. For this field, stop and logit_bias, `None` is empty.
+    logprobs: 0 reports only the chosen token, None reports nothing.
+    prompt_logprobs: for all prompt tokens except the first. The whole prompt is then computed, slowly and without the
         prefix cache.
-    n: the prompt is processed once.
-    max_repeat: the answer ends, with reason "length", when it ends in the same group of 1 to 128 tokens so many times
-        in a row. Groups of fewer than 8 tokens must fill as many tokens as a group of 8 would, so that a line of dashes
-        is no such end. `None`: as in the engine's options.
+    n: number of answers; the prompt is processed once.
+    max_repeat: end the answer, with reason "length", when it ends with the same 1 to 128 tokens so many times in a row.
+        Groups of fewer than 8 tokens must fill as many tokens as a group of 8 would, so that a line of dashes does not
+        end the answer. `None`: as in the engine's options.
     """
 
     temperature: float | None = _parameter(
@@ -174,7 +174,7 @@ class SamplingParams:
             _number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, float) for token, bias in biases.items()})
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Fills every `None` for which `defaults` has a value."""
+        """Returns a copy in which each `None` is replaced by the value in `defaults`, if it has one."""
         missing = {f.name: defaults[f.name] for f in fields(self)
                    if getattr(self, f.name) is None and defaults.get(f.name) is not None}
         return replace(self, **missing) if missing else self
@@ -191,13 +191,13 @@ def _number(name: str, value: Any, low: float, high: float, kind: type[int] | ty
     accepted: Any = Integral if kind is int else Real
     if isinstance(value, bool) or not isinstance(value, accepted):
         raise RequestError(f"{name} must be {'an integer' if kind is int else 'a number'}, not {show(value)}", name)
-    if not low <= value <= high:  # integers are compared as such, however large
+    if not low <= value <= high:  # integers of any size are compared exactly
         raise RequestError(f"{name} must be between {low:,} and {high:,}, not {show(value)}", name)
     return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _listed(name: str, values: Any) -> tuple[Any, ...]:
-    """Returns the values of an option that takes several."""
+    """Returns the values of a list-valued option as a tuple. Raises RequestError if it is no list."""
     if values is None:
         return ()
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
@@ -214,18 +214,18 @@ def _check_stops(stops: tuple[Any, ...]) -> None:
 
 
 class Matcher(Protocol):
-    """Decides, token by token, if an answer is over. One instance per choice; the engine knows no text."""
+    """Decides after each token if the answer ends. One instance per choice. The engine itself does not handle text."""
 
     def push(self, token: int, /) -> bool:
-        """Takes the next token of the answer; True ends the answer with this token."""
+        """Takes the next token of the answer. Returns True if the answer ends with this token."""
 
 
 class ForcedTokens(Protocol):
-    """Puts tokens into an answer that the model did not choose. One instance per choice; the result must depend on the
-    pushed tokens alone."""
+    """Forces tokens of an answer, in place of the model's choice. One instance per choice. Results must depend only on
+    the pushed tokens."""
 
     def forced(self) -> int | None:
-        """Returns the next token, whatever the model prefers; None if the model chooses."""
+        """Returns the forced next token, or None if the model chooses."""
 
     def push(self, token: int, /) -> None:
         """Takes the next token of the answer, forced or chosen."""
@@ -234,39 +234,39 @@ class ForcedTokens(Protocol):
 class Constraint(Protocol):
     """Restricts the next tokens of an answer, for example to a grammar. One instance per choice.
 
-    Results must depend on the pushed tokens alone. `allowed` and `push` may be called in different threads, but never
-    at the same time. An exception ends the request; raise RequestError if the request is to blame.
+    Results must depend only on the pushed tokens. `allowed` and `push` may be called from different threads, but never
+    at the same time. An exception ends the request; raise RequestError if the request itself is at fault.
     """
 
     def fitting(self, drafts: Sequence[int], /) -> int:
-        """Returns how many of these tokens, one after the other, are allowed."""
+        """Returns the length of the longest prefix of `drafts` that is allowed."""
 
     def allowed(self, drafts: Sequence[int], /) -> list[bytes | None]:
-        """Returns masks of the next token and of the one after each draft; the drafts are allowed. Bit t % 8 of byte t
-        // 8 is token t; tokens past the end are forbidden. None: all are allowed."""
+        """Returns the mask for the next token and for the token after each draft; the drafts themselves are allowed.
+        Bit t % 8 of byte t // 8 is token t; tokens past the end are forbidden. None allows all tokens."""
 
     def push(self, token: int, /) -> None:
         """Takes the next token of the answer."""
 
 
 LogitsProcessor = Callable[[list[int], Any], Any]
-"""Called with token ids and logits; returns other logits."""
+"""Called with token ids and logits; returns the new logits."""
 
 Positions = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Rotary positions of tokens: temporal, height, width, equally many of each."""
+"""Rotary positions of tokens: temporal, height and width axis, all of one length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Tokens of a prompt that stand for an image or video.
+    """The tokens of a prompt that stand for one image or video.
 
-    start, count: its tokens. digest: hash of the whole content, in hex. content: input of the vision tower.
+    start, count: the range of tokens. digest: hash of the whole content, in hex. content: input of the vision tower.
     """
 
     start: int
     count: int
     digest: str
-    content: Any = field(compare=False)  # the digest says what it is
+    content: Any = field(compare=False)  # the digest identifies it
 
     @property
     def end(self) -> int:
@@ -275,14 +275,14 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The input of a model. A prompt of text is ids alone.
+    """The input of a model. A text prompt needs only ids.
 
-    ids: looked up in the embedding table.
-    keys: compare prefixes, one for each id: the id itself, or a negative number made of the content if the id does not
-        identify it (`content_keys`). Prompts whose keys begin alike must begin alike in everything. None: the ids.
+    ids: token ids, looked up in the embedding table.
+    keys: one number per id, by which prefixes are compared: the id, or a negative hash of the content where the id does
+        not identify it (`content_keys`). Equal prefixes of keys must mean equal inputs. None: the ids.
     positions: the tokens' rotary positions; None: their indices.
-    offset: of the rotary positions after the prompt from the indices there.
-    pictures: their embeddings replace those of their tokens, in order. The keys of these tokens must be negative.
+    offset: rotary position minus index for tokens after the prompt.
+    pictures: images in order. Their embeddings replace those of their tokens, whose keys must be negative.
     """
 
     ids: tuple[int, ...]
@@ -309,9 +309,9 @@ class Prompt:
 
 
 def content_keys(content: bytes, count: int) -> tuple[int, ...]:
-    """Returns `Prompt.keys` of tokens that stand for this content, such as an image's size and pixels: all that they
-    depend on besides what precedes them. Negative, so that no id is equal; 63 bits of a hash each, so that other
-    content differs."""
+    """Returns `Prompt.keys` for `count` tokens that stand for content, such as an image's size and pixels. `content`
+    must hold everything that these tokens depend on, besides the tokens before them. Keys are negative to differ from
+    all ids, and have 63 bits of a hash to differ from keys of other content."""
     return tuple(-1 - (int.from_bytes(blake2b(content, digest_size=8, salt=index.to_bytes(8, "little")).digest()) >> 1)
                  for index in range(count))
 
@@ -323,10 +323,10 @@ class Embed:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The conversation that a request belongs to, so that what its branches keep is evicted before its own positions.
+    """The conversation of a request. The cache evicts positions of a conversation's branches before its own positions.
 
-    name: of the conversation; "": unknown. parent: name of the one that it branches off, such as a sub-agent's main
-    line. forks: the request is a branch of the conversation whose kept position it resumes at.
+    name: name of the conversation; "": unknown. parent: name of the conversation that it branches off, e.g. a
+    sub-agent's main line. forks: the request is a branch of the conversation at whose kept position it resumes.
     """
 
     name: str = ""
@@ -335,7 +335,7 @@ class Lineage:
 
 
 class LoadedAdapter(Protocol):
-    """An adapter (LoRA) of the model's weights. identity: a digest of its content."""
+    """A LoRA adapter for the model's weights. identity: a digest of its content."""
 
     @property
     def name(self) -> str: ...
@@ -348,25 +348,25 @@ class LoadedAdapter(Protocol):
 class EngineRequest:
     """A request to the engine: token ids in, token ids or a vector out.
 
-    prompt: ids of text, or a `Prompt`.
-    output: how the tokens of answers are chosen, or `Embed`, with which all fields about answers are ignored.
-    stable_prefixes: prompt positions (counts of tokens) that later requests are expected to share.
-    matcher: makes the stop-string matcher of one choice, or None; called once for each choice, in order. A matcher gets
-        a token before `guide` does, and before the token's event is sent.
-    guide: makes the `ForcedTokens` of one choice, or None; called like matcher.
-    constraint: makes the `Constraint` of one choice, or None; called like matcher. Forced tokens ignore it. Tokens that
-        end the answer (min_tokens, ignore_eos) are held back only if another one is allowed.
+    prompt: token ids of text, or a `Prompt`.
+    output: how answer tokens are sampled, or `Embed`; with `Embed` all fields about answers are ignored.
+    stable_prefixes: lengths of prompt prefixes, in tokens, that later requests are expected to share.
+    matcher: creates the stop-string matcher of one choice, or None; called once for each choice, in order. A matcher
+        gets a token before `guide` does, and before the token's event is sent.
+    guide: creates the `ForcedTokens` of one choice, or None; called like matcher.
+    constraint: creates the `Constraint` of one choice, or None; called like matcher. It does not apply to forced
+        tokens. min_tokens and ignore_eos mask tokens that end the answer only if another token is allowed.
     speculate: allow drafts; the answer is the same.
-    group: common to requests that came together.
-    client: such as an address; "": each group is a client. Under load clients get equal shares, and so do a client's
-        groups.
-    cache_salt: requests share cached prefixes only with the same salt. It changes no token.
+    group: a name shared by requests that arrived together.
+    client: name of the client, e.g. an address; "": each group is a client. Under load, clients get equal shares, and
+        so do the groups of a client.
+    cache_salt: requests share cached prefixes only if their salts are equal. It changes no token.
     logits_processors: called in order for each token to draw, with the tokens of prompt and answer and the model's
-        logits [V], a float32 tensor on the host; return the logits to draw from, before penalties, bias and filters.
-        They run in another thread while other requests go on; an exception ends the request. Nothing is drafted for
-        such a request.
+        logits [V], a float32 tensor on the host. They return the logits to draw from, before penalties, bias and
+        filters, and run in another thread while other requests proceed. An exception ends the request. Such a request
+        has no drafts.
     lineage: the conversation that the request belongs to. It changes no token.
-    adapter: computes the answer with this adapter. Requests with different adapters share no cached prefixes.
+    adapter: the adapter that computes the answer. Requests with different adapters share no cached prefixes.
     """
 
     id: str
@@ -391,7 +391,7 @@ class EngineRequest:
 
     @property
     def key_salt(self) -> str:
-        """What the keys of the prompt are salted with; "": nothing."""
+        """The salt of the prompt's keys; "": not salted."""
         return f"{self.adapter.identity}\0{self.cache_salt}" if self.adapter else self.cache_salt
 
     @property
@@ -402,8 +402,8 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities of the answer's token, chosen or forced, and of the most probable ones, before filters
-    and constraints. rank: of a prompt's token among the most probable ones, from 1."""
+    """Natural-log probabilities of a token, chosen or forced, and of the most probable tokens, before filters and
+    constraints. rank: position of a prompt token in the order of probability, from 1."""
 
     token: float
     top: tuple[tuple[int, float], ...] = ()
@@ -412,13 +412,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one choice: of the prompt, of it reused from the cache, and generated.
+    """Token counts of one choice. cached_tokens: of the prompt, reused from the cache. completion_tokens: generated.
 
-    drafted_tokens: drafts that speculation made.
-    accepted_tokens: drafts that the model accepted, which are generated tokens. Depends on timing, so equal answers may
-        differ in it.
-    reasoning_tokens: generated tokens in think blocks; the engine, which knows no text, leaves it at 0.
-    queued_seconds: from the request's arrival to its first place in the batch.
+    drafted_tokens: number of drafts that were proposed.
+    accepted_tokens: drafts that the model accepted; completion_tokens includes them. Depends on timing, so equal
+        answers may differ in it.
+    reasoning_tokens: generated tokens in think blocks; the engine leaves it at 0, as it does not handle text.
+    queued_seconds: time from the request's arrival until it first runs in a batch.
     """
 
     prompt_tokens: int
@@ -437,9 +437,9 @@ class TokenEvent:
     token: the new token, or None if the event only ends the choice. A token that ends the answer (end of text, stop id,
         the last token of a stop string) is reported too.
     finish: set on the last event of the choice, together with `usage`; with finish "error", `error` is the reason.
-    refused: the reason if it is the request's own fault.
-    prompt: with the first event of the first choice, the result of `prompt_logprobs`: one entry per token after the
-        first.
+    refused: the error, if the request itself is at fault.
+    prompt: the result of `prompt_logprobs`, one entry per prompt token after the first; only on the first event of the
+        first choice.
     """
 
     request: str
@@ -455,7 +455,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class VectorEvent:
-    """The one event of a request for a vector. A failed request ends with a `TokenEvent` without a token.
+    """The only event of an `Embed` request. A failed request ends with a `TokenEvent` without a token instead.
 
     vector: float32 [H], not normalised.
     """
@@ -476,13 +476,13 @@ Event = TokenEvent | VectorEvent
 
 
 def ring_base(base: int, done: int, chunk: int) -> int:
-    """Returns how many tokens the state in a slot stands for after `chunk` tokens were appended to its delta log, which
-    held those from `base` to `done`: unchanged if all fit; otherwise the entries before the chunk are flushed first."""
+    """Returns the number of tokens in a slot's state after `chunk` tokens were appended to its delta log, which held
+    entries `base` to `done`. It stays `base` if all entries fit; otherwise the old entries are flushed first."""
     return base if done + chunk - base <= RING else done
 
 
 def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """Returns the length of the common prefix of two sequences of one type. Fast if they differ early."""
+    """Returns the length of the common prefix of two sequences of the same type. Fast if they differ early."""
     low, step, end = 0, 16, min(len(left), len(right))
     while low < end and left[low:low + step] == right[low:low + step]:
         low, step = low + step, 2 * step

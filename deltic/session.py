@@ -1,4 +1,4 @@
-"""`Session`: one sequence, controlled by hand, over the same cache, batches and ops as the engine."""
+"""`Session`: manual control of one sequence, with the same cache, batches and ops as the engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FLAT = 1e-6
 _DENSE = torch.strided
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _LAST = (1 << 30) - 1
-"""The largest rotary position: those of later tokens must fit 32 bits."""
+"""Maximum rotary position of an input. Positions of later tokens must still fit 32 bits."""
 
 LayerHook = Callable[[int, Tensor], Tensor | None]
 Args = ParamSpec("Args")
@@ -70,19 +70,19 @@ class Session:
         snapshot = session.snapshot()
         session.commit([5, 6]); session.restore(snapshot)
 
-    Branches of a conversation share what they have in common:
+    Branches of a conversation share their common K/V:
 
-        first, second = session.fork(2)          # a state each; the K/V is shared
+        first, second = session.fork(2)          # each has its own state
 
-    Every token enters the state exactly once. An error leaves the session unchanged. To process several tokens of which
-    only the first few may be kept:
+    Every token enters the state exactly once. An error leaves the session unchanged. `verify` computes several tokens,
+    and `accept` keeps only the first few:
 
-        drafts = session.draft(7, 2)            # the draft head's guess of two tokens after 7
+        drafts = session.draft(7, 2)            # the draft head proposes two tokens after 7
         logits = session.verify([7, *drafts])   # float32 [3, vocabulary]; the state does not change
         session.accept(2)                        # adds 7 and the first draft to the state
 
     A session has its own model, cache and state. Any thread may call it; calls run one after another. Calls in a forked
-    process raise UnavailableError. dtype: default float32, or that of a compiled model. config, weights: as in `LLM`.
+    process raise UnavailableError. dtype: default float32, or a compiled model's dtype. config, weights: as in `LLM`.
     """
 
     def __init__(self, model: str | Path | RandomModel | None = None, dtype: str | None = None, *,
@@ -101,13 +101,13 @@ class Session:
         # each step writes the state to the scratch slot, so that a failed one leaves no trace (L3)
         cache, scratch = self.runtime.cache.admit(), self.runtime.cache.admit()
         assert cache is not None and scratch is not None
-        cache.keys = array("q")  # quickly copied
+        cache.keys = array("q")  # fast to copy
         self._cache: SequenceCache = cache
-        self._shares_keys = False  # with the session that it was forked from: copied before it changes them
-        # what follows belongs to all forks
+        self._shares_keys = False  # with the session that it was forked from: copied on write
+        # the following fields are shared by all forks
         self._scratch: SequenceCache = scratch
-        self._shifts = dict[int, int]()  # of snapshots by slot
-        self._left = deque[SequenceCache]()  # of forks that were collected as garbage
+        self._shifts = dict[int, int]()  # the `_shift` of each snapshot, by slot
+        self._left = deque[SequenceCache]()  # caches of forks that were garbage-collected
         self._lock, self._process = threading.RLock(), os.getpid()
         self._files = StateFiles(self.runtime)
         self._verified: PlannedRow | None = None
@@ -115,9 +115,9 @@ class Session:
         self.config: ModelConfig = self.runtime.config
         """The model's architecture, as in its files."""
         self.vocab_size = self.config.vocab_size
-        """The number of token ids, and of logits."""
+        """Number of token ids, which is the width of logits."""
         self.max_context = self.runtime.memory.max_context
-        """Upper bound for the tokens in the state."""
+        """Maximum number of tokens in the state."""
         self.device: torch.device = self.runtime.device
         """The device of the model and of the logits."""
         self.has_vision = self.runtime.encode is not None
@@ -127,15 +127,15 @@ class Session:
 
     @property
     def position(self) -> int:
-        """Tokens in the state."""
+        """Number of tokens in the state."""
         return self._cache.done
 
     @_alone
     def prefill(self, tokens: Sequence[int] | Prompt, all_logits: bool = False) -> Tensor:
-        """Appends tokens. Returns the float32 logits of the last one [V], or of all [n, V].
+        """Appends tokens. Returns the float32 logits of the last token [V], or of all tokens [n, V].
 
-        A Prompt may have images, as `ChatProcessor.chat` makes them from messages; they are encoded first. Its rotary
-        positions continue those of the session.
+        A Prompt may have images, for example one that `ChatProcessor.chat` makes from messages; they are encoded
+        first. Its rotary positions continue from the session's position.
         """
         logits = self._feed(tokens, all_logits)
         return logits if all_logits else logits[-1]
@@ -145,9 +145,9 @@ class Session:
                           all_logits: bool = False) -> Tensor:
         """Appends embeddings [n, hidden_size] in place of tokens. Returns logits as `prefill` does.
 
-        positions [3, n] integers: rotary positions by time, height and width, relative to the session's position; later
-        tokens follow the largest. None: consecutive. Raises RequestError for anything else, and for numbers that are
-        not finite.
+        positions [3, n] integers: rotary positions (time, height, width), relative to the session's position; later
+        tokens follow the largest. None: consecutive. Raises RequestError for other input, and if numbers are not
+        finite.
         """
         rows = self._checked_rows(embeddings)
         count = len(rows)
@@ -178,10 +178,10 @@ class Session:
     @_alone
     @torch.inference_mode()
     def draft(self, token: int, count: int, logits: bool = False) -> list[int] | tuple[list[int], Tensor]:
-        """Returns the `count` (1 to 12) tokens that the draft head expects after `token`. The session does not change.
+        """Returns `count` (1 to 12) tokens that the draft head proposes after `token`. The session does not change.
 
-        logits: also return the head's logits, float32 [count, V], one row for each draft. A shortened head
-        (`draft_vocab`) gives -inf to the tokens that it cannot draft. Raises RequestError without a head.
+        logits: also return the head's logits, float32 [count, V], one row per draft. They are -inf for tokens that a
+        shortened head (`draft_vocab`) cannot draft. Raises RequestError if the model has no draft head.
         """
         token, = self._checked([token])
         head, cache, sequence_cache = self.runtime.mtp_runner, self.runtime.cache, self._cache
@@ -202,7 +202,7 @@ class Session:
 
     @_alone
     def verify(self, tokens: Sequence[int]) -> Tensor:
-        """Returns the logits [n, V] after each of these tokens, at most 13, without appending them: see `accept`."""
+        """Returns the logits [n, V] after each of up to 13 tokens without appending them; `accept` appends them."""
         tokens, self._verified = self._checked(tokens), None
         cache, sequence_cache = self.runtime.cache, self._cache
         if len(tokens) > MAX_DRAFTS + 1:
@@ -227,14 +227,14 @@ class Session:
         if not row.append:
             row = replace(row, target=self._scratch.slot)
         logits = self.runtime.run(self._batch(row)).clone()
-        cache.commit(sequence_cache, 0, base_after(row))  # the step may have brought the state in the slot forward
+        cache.commit(sequence_cache, 0, base_after(row))  # the step may have advanced the state in the slot
         _check_health(logits)
         self._verified = row
         return logits
 
     @_alone
     def accept(self, count: int) -> None:
-        """Appends the first `count` tokens of the `verify` call right before; 0: none."""
+        """Appends the first `count` tokens of the `verify` call directly before; 0 appends none."""
         row, self._verified = self._verified, None
         if row is None:
             raise RequestError("there is nothing to accept: call verify right before", "count")
@@ -248,7 +248,7 @@ class Session:
 
     @_alone
     def snapshot(self) -> CacheSnapshot:
-        """Keeps the current position. Raises RequestError if there is no room."""
+        """Saves the current position in the cache. Raises RequestError if memory is short."""
         kept = self.runtime.cache.snapshot(self._cache)
         if kept is None:
             raise RequestError("no room for another snapshot: drop one, or raise max_batch or memory")
@@ -257,7 +257,7 @@ class Session:
 
     @_alone
     def restore(self, snapshot: CacheSnapshot | None) -> None:
-        """Returns to a snapshot, any number of times; None: to the start."""
+        """Goes back to a snapshot, or to the start for None. A snapshot can be restored any number of times."""
         if snapshot is not None:
             self._check_snapshot(snapshot)
         self._verified = None
@@ -274,8 +274,8 @@ class Session:
 
     @_alone
     def save(self, directory: str | Path, name: str = "") -> SavedState:
-        """Saves the tokens so far, K/V and state as files in a directory. `load` continues from there, in any process
-        with this model. Returns the saved state with its id. Raises RequestError if there are no tokens, or images."""
+        """Saves the tokens so far, K/V and state as files in a directory. `load` continues from it in any process with
+        this model. Returns the saved state with its id. Raises RequestError without tokens or with images."""
         if not self._cache.done:
             raise RequestError("there are no tokens to save: call prefill before")
         if any(token < 0 for token in self._cache.tokens) or self._shift:
@@ -285,9 +285,8 @@ class Session:
 
     @_alone
     def load(self, directory: str | Path, state: str | None = None) -> SavedState:
-        """Replaces the session's tokens by a saved state. Snapshots stay valid. state: its id, or the beginning of it;
-        None: the only one in the directory. Raises RequestError with the reason, and changes nothing, if that is not
-        possible."""
+        """Replaces the session's tokens and state by a saved state. Snapshots stay valid. state: its id or a prefix of
+        it; None: the only state in the directory. Raises RequestError and changes nothing if it is unusable."""
         owner, saved = self._files.load_sequence(directory, state)
         _give_back(self.runtime.cache, self._cache)
         self._cache, self._verified, self._shift, self._shares_keys = owner, None, 0, False
@@ -302,9 +301,10 @@ class Session:
 
     @_alone
     def fork(self, count: int | None = None) -> Session | list[Session]:
-        """Returns a session at the current position, or a list of so many, which goes faster than one by one. Each owns
-        a state and shares the K/V so far. All share the model, the room, the snapshots and the lock of this session. A
-        fork gives its memory back at the end of a `with` block, or when it is collected. RequestError: no room."""
+        """Returns a session at the current position, or a list of `count` sessions, which is faster than single calls.
+        Each has its own state and shares the K/V so far. All share this session's model, memory, snapshots and lock. A
+        fork releases its memory at the end of its `with` block or when garbage-collected. Raises RequestError if memory
+        is short."""
         cache = self.runtime.cache
         wanted = 1 if count is None else _checked_count(count, 1, cache.slots.size)
         while self._left:
@@ -324,21 +324,21 @@ class Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gives back the state and K/V of this session or fork, which cannot be used afterwards. Others stay."""
+        """Releases the state and K/V of this session or fork, which cannot be used afterwards. Others stay valid."""
         with self._lock:
             _give_back(self.runtime.cache, self._cache)
 
     def reset(self) -> None:
-        """Forgets all tokens. Snapshots stay valid."""
+        """Goes back to the empty sequence. Snapshots stay valid."""
         self.restore(None)
 
     @contextmanager
     def hook(self, function: LayerHook) -> Iterator[None]:
-        """Calls the function, within a `with` block, with the index of each layer and its output [n, hidden_size] for
-        the processed tokens; index -1 is the embeddings. A tensor that it returns replaces the output.
+        """Calls `function`, within a `with` block, with the index of each layer and its output [n, hidden_size] for
+        the processed tokens; index -1 is the embeddings. If it returns a tensor, that tensor replaces the output.
 
-        Layers are computed one by one meanwhile, which is slower. Prompts longer than `token_budget` come in parts. An
-        exception of the function ends the call and leaves the session unchanged."""
+        Layers then run one by one, which is slower. Prompts longer than `token_budget` are processed in parts. If the
+        function raises an exception, the call ends and the session stays unchanged."""
         if not callable(function):
             raise RequestError(f"hook takes a function of (layer, output), not {show(function)}", "function")
         runtime = self._layered()
@@ -361,7 +361,7 @@ class Session:
     @_alone
     def hidden_states(self, tokens: Sequence[int] | Prompt) -> Tensor:
         """Appends tokens. Returns the output of each layer, float32 [layers + 1, n, hidden_size], like transformers'
-        `output_hidden_states`: first the embeddings; the last one is after the final norm."""
+        `output_hidden_states`: entry 0 is the embeddings, and the last entry is after the final norm."""
         runtime, found = self._layered(), dict[int, list[Tensor]]()
         with self.hook(lambda layer, output: found.setdefault(layer, []).append(output.clone())):
             self._feed(tokens, False)
@@ -372,8 +372,8 @@ class Session:
 
     @_alone
     def recurrent_states(self) -> dict[int, Tensor]:
-        """Returns copies of the recurrent layers' states at the current position by layer index, float32 [value heads,
-        key dim, value dim]; zeros at the start."""
+        """Returns copies of the recurrent layers' states at the current position, by layer index. Each is float32
+        [value heads, key dim, value dim], and zero at the start."""
         runtime, sequence_cache = self._layered(), self._cache
         if sequence_cache.unflushed:
             self._verified = None
@@ -384,20 +384,20 @@ class Session:
         if not sequence_cache.done:
             states = torch.zeros_like(states)
         linear = self.config.linear
-        if runtime.pools.shards[0].tiled and linear is not None:  # the order of heads in GGUF files
+        if runtime.pools.shards[0].tiled and linear is not None:  # GGUF files have another order of heads
             states = states.unflatten(1, (-1, linear.num_key_heads)).transpose(1, 2).flatten(1, 2)
         return dict(zip(self.config.linear_layers, states.clone(), strict=True))
 
     @_alone
     def batch_logits(self, rows: Sequence[Sequence[int]], all_logits: bool = False) -> list[Tensor]:
-        """Returns the logits of independent prompts: of each the last token's [V], or all [n, V]. They are batched as
-        far as there is room. The session does not change."""
+        """Returns the logits of each of several independent prompts: of its last token [V], or of all tokens [n, V].
+        Batches as many prompts as fit into memory. The session does not change."""
         if isinstance(rows, str) or not isinstance(rows, Sequence | Tensor):
             raise RequestError(f"rows must be a list of lists of token ids, not {show(rows)}", "rows")
         return batch_logits(self.runtime, [self._checked(row, 0) for row in rows], all_logits, _check_health)
 
     def _layered(self) -> ModelRunner:
-        """Returns the model if its layers can be computed one by one."""
+        """Returns the model. Raises RequestError if its layers cannot run one by one."""
         runtime = self.runtime
         if not isinstance(runtime, ModelRunner):
             raise RequestError("a compiled model has no layers to look at: load the model itself", "model")
@@ -410,7 +410,7 @@ class Session:
         return runtime
 
     def _feed(self, given: Sequence[int] | Prompt, all_logits: bool, rows: dict[str, Tensor] | None = None) -> Tensor:
-        """Processes tokens in chunks. The states go to the scratch slot; slots and cursor change only at the end (L3).
+        """Computes tokens in chunks. Writes states to the scratch slot; slots and cursor change only at the end (L3).
         rows: image embeddings by digest; None: computes them."""
         prompt = given if isinstance(given, Prompt) else None
         tokens, self._verified = self._checked(given.ids if isinstance(given, Prompt) else given), None
@@ -420,7 +420,7 @@ class Session:
         if cache.reserve(sequence_cache, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop snapshots, or raise memory")
         if (len(tokens) > 1 or self.runtime.hooks) and sequence_cache.unflushed and self.runtime.capabilities.verifies:
-            cache.states.flush(sequence_cache)  # kernels for prompts require that
+            cache.states.flush(sequence_cache)  # kernels for prompts require an empty log
         parts, size = [], self.runtime.options.token_budget
         row = next_row(sequence_cache, (), 1, target=scratch.slot)
         for offset in range(0, len(tokens), size):
@@ -454,7 +454,7 @@ class Session:
                      image_rows=rows.__getitem__ if rows else None, verified=self.runtime.capabilities.verifies)
 
     def _rotary(self, prompt: Prompt | None, start: int, end: int) -> Positions | int:
-        """The rotary positions of appended tokens, or their offset from the cache indices."""
+        """Returns the rotary positions of appended tokens, or their offset from the cache indices."""
         if prompt is None or prompt.positions is None:
             return self._shift
         first = self.position + self._shift
@@ -492,7 +492,7 @@ class Session:
             raise RequestError("this snapshot was dropped, or belongs to another session", "snapshot")
 
     def _checked(self, tokens: Sequence[int], position: int | None = None) -> list[int]:
-        """Checks tokens that follow `position` others. Returns them as integers."""
+        """Checks tokens that follow `position` earlier tokens. Returns them as integers."""
         position = self.position if position is None else position
         try:
             tokens = [index(token) for token in tokens]
@@ -516,7 +516,7 @@ def _give_back(cache: HybridCache, own: SequenceCache) -> None:
 
 
 def _checked_hook(function: LayerHook) -> LayerHook:
-    """Wraps a hook so that its result is checked."""
+    """Returns a hook that also checks the result of `function`."""
     def called(layer: int, output: Tensor) -> Tensor | None:
         changed = function(layer, output)
         if changed is None:
@@ -529,7 +529,7 @@ def _checked_hook(function: LayerHook) -> LayerHook:
 
 
 def _axes(positions: Tensor, count: int) -> Positions:
-    """Checks the rotary positions of so many tokens."""
+    """Checks the rotary positions of `count` tokens. Returns them as tuples."""
     if not isinstance(positions, Tensor) or positions.dtype not in _INTEGERS or positions.layout != _DENSE:
         raise RequestError(f"positions must be a tensor of integers [3, {count}], not {_kind(positions)}", "positions")
     if positions.shape != (3, count) or not 0 <= int(positions.min()) <= int(positions.max()) <= _LAST:
@@ -539,7 +539,7 @@ def _axes(positions: Tensor, count: int) -> Positions:
 
 
 def _kind(value: object) -> str:
-    """Describes a wrong value for an error message."""
+    """Describes an invalid value for an error message."""
     return f"a tensor of {value.dtype}, {value.layout}" if isinstance(value, Tensor) else show(value)
 
 

@@ -1,7 +1,7 @@
-"""Priorities of threads, and threads that end before the interpreter does.
+"""Thread priorities, and threads that end before the interpreter does.
 
-When the interpreter shuts down, a daemon thread that waits for its lock is ended at once. Inside a destructor of torch
-or of a GPU driver that aborts the process.
+When the interpreter shuts down, it kills daemon threads that wait for its lock. If such a thread is inside a
+destructor of torch or of a GPU driver, this aborts the process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 
 def lower_priority(niceness: int) -> None:
-    """Lowers the calling thread's priority by `niceness` levels (19: lowest). Does nothing except on Linux, where
-    threads have priorities."""
+    """Lowers the calling thread's priority by `niceness` levels (19: lowest). Works only on Linux, where each thread
+    has a priority; elsewhere it does nothing."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with suppress(OSError):
@@ -25,11 +25,11 @@ def lower_priority(niceness: int) -> None:
 
 
 EXIT_SECONDS = 5.0
-"""Time that the end of the process waits for a thread."""
+"""Seconds that the process waits for each thread at exit."""
 
 
 class ComputeThread(threading.Thread):
-    """A daemon thread that the end of the process waits for. leave: asks it to end; called at the process's end."""
+    """A daemon thread that the process waits for at exit. leave: called at exit to make `run` return."""
 
     def __init__(self, run: Callable[[], None], name: str, leave: Callable[[], Any]) -> None:
         super().__init__(name=name, daemon=True)
@@ -41,7 +41,7 @@ class ComputeThread(threading.Thread):
 
     def run(self) -> None:
         work, leave = self._work, self._leave
-        del self._work, self._leave  # which hold the model
+        del self._work, self._leave  # they hold the model
         try:
             work()
         finally:
@@ -49,10 +49,10 @@ class ComputeThread(threading.Thread):
 
 
 def _join() -> None:
-    """Waits for threads that still release memory."""
+    """Waits for threads that are still releasing memory."""
     for thread in threading.enumerate():
         if isinstance(thread, ComputeThread):
             thread.join(EXIT_SECONDS)
 
 
-atexit.register(_join)  # now, before each thread's `leave`, so that it runs after them
+atexit.register(_join)  # registered before every thread's `leave`, so that it runs after them

@@ -1,6 +1,6 @@
-"""Shape of a checkpoint (ModelConfig), how to run it (EngineConfig), sampling defaults (GenerationDefaults).
+"""The shape of a checkpoint (ModelConfig), options to run it (EngineConfig), sampling defaults (GenerationDefaults).
 
-Dtypes are strings here, so that a command line can be built without importing torch.
+Dtypes are strings here, so that the command line can be built without importing torch.
 """
 
 from deltic.config.engine import AUTO, EngineConfig

@@ -1,4 +1,4 @@
-"""Options of the engine. The command line and docs/cli.md are generated from these fields."""
+"""Defines the options of the engine. The command line and docs/cli.md are generated from these fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deltic.errors import ConfigError, show
 from deltic.params import MAX_DRAFTS, Auto, Draft, Head, Mtp, Ngram, Speculation
 
 AUTO: Final = "auto"
-"""Device to be detected (`engine.arguments.settled`). Until then token_budget and rules about devices are open."""
+"""Device that `engine.arguments.settled` detects. Until then token_budget and device rules are open."""
 _ON_GPU: Final = {AUTO: None, "cpu": False, "mlx": False, "cuda": True}
 CPU_LEVELS: Final = ("auto", "portable", "avx2", "avx512", "vnni", "bf16", "amx", "dotprod", "i8mm")
 _CPU_BUDGET: Final = 512
@@ -38,22 +38,22 @@ _RANGES: Final = {
     "expert_refresh": (1, 1 << 31),
 }
 _MAX_SPLIT_ROWS: Final = 1024
-"""Rows of a step over several GPUs."""
+"""Maximum number of rows in a step over several GPUs."""
 _OPTIONAL: Final = ("threads", "max_context", "max_stall_ms", "expert_cap")
 _PATHS: Final = ("cache_dir", "aot_dir", "mmproj", "expert_profile", "params", "tokenizer", "tokenizer_config")
 """Options that also accept a `Path`."""
 _DIRECTORIES: Final = ("cache_dir", "aot_dir")
 _TYPE_NAMES: Final[Mapping[Any, str]] = {
     str: "text", str | None: "text or None", bool: "True or False", Limits: "Limits(...)"}
-"""Names of types in messages. Numbers are checked by _RANGES."""
+"""Names of types in messages. Numbers are checked with _RANGES instead."""
 _SPECULATION_FORMS: Final = "auto, off, mtp[:N], ngram[:N], draft:MODEL[:N] or head[:N]"
 
 Rules = Iterator[tuple[bool, str, str]]
-"""Rules of options that exclude or need each other: violated, option, message."""
+"""Rules for options that exclude or require each other, as (violated, option, message)."""
 
 
 def _option(section: str, default: Any, help: str, **metadata: Any) -> Any:
-    """section: title of the options in the help."""
+    """Declares an option. section: title of its section in the help."""
     return field(default=default, metadata={"section": section, "help": help, **metadata})
 
 
@@ -66,7 +66,7 @@ _experts = partial(_option, "offloaded experts")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Options of the engine. An impossible value raises ConfigError with the option's name."""
+    """Options of the engine. An invalid value raises ConfigError with the option's name."""
 
     device: str = _device(
         "auto", "where to run: cpu, mlx (Apple's GPUs, with the extra `mlx`), cuda, cuda:N, or neighbouring GPUs such "
@@ -237,7 +237,7 @@ class EngineConfig:
                               f"{self.device!r}", "device")
 
     def _split_device(self) -> None:
-        """Takes the first GPU and `tp` from a list of GPUs."""
+        """Sets `device` to the first of a list of GPUs, and `tp` to their number."""
         if not re.fullmatch(r"cuda:\d{1,3}(,\d{1,3})+", self.device):
             return
         numbers = [int(number) for number in self.device.removeprefix("cuda:").split(",")]
@@ -323,7 +323,7 @@ class EngineConfig:
                f"tp={self.tp} is not possible with expert_memory or expert_cap: leave one of them out")
 
     def _mlx_rules(self) -> Rules:
-        """Yields options that the backend on MLX does not serve."""
+        """Yields rules for options that the MLX backend does not support."""
         for name in ("kv_dtype", "batch_invariant", "aot_dir", "expert_memory", "expert_cap"):
             yield (self.device == "mlx" and self._is_set(name), name,
                    f"{name} is not possible with device mlx: leave it out, or use device cpu")
@@ -331,7 +331,7 @@ class EngineConfig:
                f"tp={self.tp} is not possible with device mlx, which is one device: leave it out")
 
     def _dependency_rules(self) -> Rules:
-        """Yields options that need another one."""
+        """Yields rules for options that require another option."""
         tokenizer = "tokenizer" if self.tokenizer else "tokenizer_config"
         yield (self.aot_dir is not None and self.quant == "none", "aot_dir",
                "aot_dir stores the packed weights that `quant` makes: give that, or leave it out")
@@ -379,7 +379,7 @@ class EngineConfig:
 
     @property
     def on_gpu(self) -> bool | None:
-        """True if the device is a GPU; None: it is still to be detected."""
+        """True if the device is a GPU; None if it is not detected yet."""
         return _ON_GPU.get(str(self.device).partition(":")[0])
 
     @property
@@ -399,22 +399,22 @@ class EngineConfig:
 
     @property
     def memory_bytes(self) -> int | None:
-        """The cache budget in bytes; `None`: to be chosen."""
+        """The cache budget in bytes; `None`: selected automatically."""
         return None if self.memory is None else parse_bytes(self.memory, "memory")
 
     @property
     def asks_for_context(self) -> bool:
-        """True if the length of a context is given and the number of sequences is the default."""
+        """True if max_context is given and max_batch is the default."""
         return self.max_context is not None and not self._is_set("max_batch")
 
     @property
     def gpu_memory_bytes(self) -> int | None:
-        """The most memory of a GPU in bytes; `None`: a share of it."""
+        """Maximum GPU memory in bytes; `None`: a share of the GPU's memory."""
         return None if self.gpu_memory is None else parse_bytes(self.gpu_memory, "gpu_memory")
 
     @property
     def host_memory_bytes(self) -> int | None:
-        """The budget of the host memory tier in bytes, 0 for none; `None`: to be chosen."""
+        """The budget of the host memory tier in bytes; 0: no tier; `None`: selected automatically."""
         if self.host_memory is None:
             return None
         return 0 if str(self.host_memory).strip() == "0" else parse_bytes(self.host_memory, "host_memory")
@@ -425,7 +425,7 @@ class EngineConfig:
 
     @property
     def expert_bytes(self) -> int | None:
-        """The budget of experts in bytes; `None`: none is set, or it is to be chosen."""
+        """The memory budget of experts in bytes; `None`: not set, or selected automatically."""
         return None if self.expert_memory in (None, "auto") else parse_bytes(str(self.expert_memory), "expert_memory")
 
     @property
@@ -433,15 +433,15 @@ class EngineConfig:
         return None if self.batch_invariant else parse_speculation(self.speculate)
 
     def threads_for(self, parameters: int) -> int:
-        """Returns `threads`, by default all physical cores. A model that fits a core's cache gets one thread, because
-        several would mostly wait for each other."""
+        """Returns `threads`, by default all physical cores. By default a model that fits a core's cache gets one
+        thread, because several threads would mostly wait for each other."""
         if self.threads:
             return self.threads
         return 1 if parameters < _CACHED_PARAMETERS else available_cores()
 
 
 def option_defaults() -> dict[str, Any]:
-    """Returns the default of each option that has a constant one."""
+    """Returns the defaults of all options with a constant default."""
     return {option.name: option.default for option in fields(EngineConfig) if option.default is not MISSING}
 
 
@@ -463,7 +463,7 @@ def parse_speculation(text: object) -> Speculation:
 
 
 def _parse_draft(text: str, rest: str) -> Draft:
-    """Parses MODEL[:N]. The model's name may contain colons; only a last part that is a number is N."""
+    """Parses MODEL[:N]. The model's name may contain colons; the last part is N only if it is a number."""
     model, colon, count = rest.rpartition(":")
     if not colon or not count.lstrip("-").isdigit():
         model, count = rest, ""

@@ -1,6 +1,6 @@
-"""Architectures that deltic runs: names, pre-tokenizer, and properties that a config.json does not state.
+"""Supported architectures: names, pre-tokenizer, and properties that a config.json does not contain.
 
-Pre-tokenizers say how byte-level BPE models normalise and split text before merging. Patterns from transformers
+Pre-tokenizers normalise and split text before byte-level BPE models merge it. The patterns are from transformers
 (tokenization_qwen2.py, tokenization_qwen3_5.py) and from the tokenizer.json of Llama 3, SmolLM2 and Mistral Nemo.
 """
 
@@ -18,26 +18,26 @@ LayerType = Literal["linear_attention", "full_attention"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Properties of an architecture that its config.json does not state.
+    """Properties of an architecture that its config.json does not contain.
 
     gguf: its name in GGUF files.
     aliases: further model types, without punctuation.
-    splitter: pre-tokenizer of all its models; None: they differ.
+    splitter: pre-tokenizer of all its models; None: models have different pre-tokenizers.
     mixers: allowed kinds of layers.
     interval: every interval-th layer has full attention.
     gate: attention has an output gate.
-    rotary: rotated share of a head.
+    rotary: fraction of a head's dimensions that is rotated.
     mrope: positions have three axes; else RopeConfig has no sections.
-    norm_offset: added to the norm weights of a checkpoint to get the factor (not to the norm inside Gated DeltaNet
-        layers, whose weight is the factor in every family).
-    rope_types: supported scalings of the rotary frequencies.
+    norm_offset: added to a checkpoint's norm weights to get the scale. Not added to the norm inside Gated DeltaNet
+        layers, where the weight is the scale in every family.
+    rope_types: supported scaling types of the rotary frequencies.
     qk_norm: queries and keys are normalised per head.
     qkv_bias: the projections of queries, keys and values have biases.
     sparse: configs may omit head_dim and num_key_value_heads (derived from other sizes) and a rope_theta of 10000.
-    fixed: keys of config.json and the only value that is supported, besides those of all families.
+    fixed: (key of config.json, only supported value) pairs, in addition to the pairs of all families.
     experts: feed-forward layers are mixtures of experts.
-    shared: with one expert that every token passes.
-    normalised: the weights of a token's experts always add up to 1; else only with norm_topk_prob.
+    shared: layers also have one expert that every token uses.
+    normalised: the weights of a token's experts always add up to 1; otherwise only with norm_topk_prob.
     gguf_second_norm: name in GGUF files of the norm before the feed-forward layer.
     gguf_interleaved: the rows of queries and keys in GGUF files are in the order of rotated pairs.
     gguf_grouped: value heads in GGUF files are grouped by key heads as in checkpoints, and some projections packed.
@@ -82,14 +82,14 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3": _QWEN3,
     "qwen3_moe": replace(_QWEN3, gguf="qwen3moe", fixed=(("decoder_sparse_step", 1),), experts=True),
     "qwen2": _QWEN2,
-    # Mistral is the same without sliding windows, which are refused
+    # Mistral is the same except for sliding windows, which are rejected
     "llama": replace(_QWEN2, gguf="llama", aliases=("mistral",), splitter=None, qkv_bias=False, gguf_interleaved=True,
                      fixed=(("sliding_window", None),)),
 }
-"""By canonical name, which is the model type of Hugging Face."""
+"""Families by canonical name, which is the model type of Hugging Face."""
 MIXTURES: Final = tuple(name for name, family in FAMILIES.items() if family.experts)
 _REFUSED: Final = ("qwen2_moe", "mixtral")
-"""Mixtures of experts of other kinds."""
+"""Unsupported kinds of mixtures of experts."""
 
 
 def _spellings() -> dict[str, str]:
@@ -137,8 +137,8 @@ GPT2: Final[dict[str, Any]] = {
 class Splitter:
     """A pre-tokenizer.
 
-    cuts: pre-tokenizers in the form of tokenizer.json, applied in order.
-    whole: a piece that is a token is not split by merges (ignore_merges).
+    cuts: pre-tokenizers in the format of tokenizer.json, applied in order.
+    whole: a piece that equals a token is not split by merges (ignore_merges).
     bos: a raw prompt starts with a bos token by default.
     """
 
@@ -173,7 +173,7 @@ SPLITTERS: Final[Mapping[str, Splitter]] = {
     "smollm": Splitter([{"type": "Digits", "individual_digits": True}, GPT2]),
     "deepseek-r1-qwen": _QWEN2_SPLITTER,
 }
-"""Keyed by tokenizer.ggml.pre of GGUF files."""
+"""Pre-tokenizers by tokenizer.ggml.pre of GGUF files."""
 
 
 def splitter_of(architecture: str) -> Splitter | None:

@@ -1,4 +1,4 @@
-"""Limits that protect the clients of a server from each other. Each has a name and a default."""
+"""Defines the limits that protect the clients of a server from each other. Each limit has a name and a default."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def _limit(default: Any, help: str, low: float = 1) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of a server and of each request. An error about an exceeded bound names it.
+    """Bounds of a server and of each request. An error about an exceeded bound contains its name.
 
-    None: no bound, or that of the context. A value out of range raises ConfigError with the limit's name.
+    None: no bound, or the context's bound. A value out of range raises ConfigError with the limit's name.
     """
 
     max_header_kib: ClassVar[int] = 16

@@ -1,4 +1,4 @@
-"""Cores and memory that cgroups, affinity and ulimits leave to this process."""
+"""Detects the cores and memory that cgroups, affinity and ulimits leave to this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MEMORY_FILES: Final = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Limit, use and droppable file cache of a cgroup, version 2 and version 1."""
+"""Files for limit, use and droppable file cache of a cgroup, in version 2 and version 1."""
 
 
 def parse_bytes(text: str, option: str = "memory") -> int:
@@ -76,7 +76,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
         if controllers and controller not in controllers.split(","):
             continue
         base = root / "sys/fs/cgroup" / (controllers and controller)
-        # Without a cgroup namespace the listed path may not exist inside the container; the base then does.
+        # Without a cgroup namespace, the listed path may not exist inside the container; the base exists then.
         group = base / path.lstrip("/")
         yield from (place for place in (group, *group.parents) if place == base or base in place.parents)
 

@@ -1,4 +1,4 @@
-"""Shape of a checkpoint, read from a Hugging Face config.json, and the shapes of public models."""
+"""The shape of a checkpoint, read from a Hugging Face config.json, and the shapes of public models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LinearConfig:
 
     @property
     def conv_dim(self) -> int:
-        """Channels of the short convolution: queries, keys, values."""
+        """Number of channels of the short convolution: queries, keys, values."""
         return 2 * self.key_dim + self.value_dim
 
 
@@ -54,7 +54,7 @@ class LinearConfig:
 class ExpertsConfig:
     """Shape of mixture-of-experts layers.
 
-    per_token: experts that a token passes, of `count`.
+    per_token: number of experts, out of `count`, that a token uses.
     size: intermediate size of an expert.
     shared_size: intermediate size of the shared expert; 0: there is none.
     normalised: the weights of a token's experts add up to 1.
@@ -73,10 +73,10 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape of a checkpoint, from `from_hf` or `preset`. Impossible shapes raise ModelError.
+    """Shape of a checkpoint, from `from_hf` or `preset`. Invalid shapes raise ModelError.
 
-    intermediate_size: 0 where layers have experts.
-    num_mtp_layers: layers of the multi-token-prediction head, not counted in num_hidden_layers.
+    intermediate_size: 0 if layers have experts.
+    num_mtp_layers: number of layers of the multi-token-prediction head, which num_hidden_layers does not include.
     """
 
     architecture: str
@@ -127,7 +127,7 @@ class ModelConfig:
     def from_hf(cls, mapping: Mapping[str, Any]) -> ModelConfig:
         """Reads a Hugging Face config.json, flat or with `text_config`.
 
-        Raises ModelError naming the key that is absent, of the wrong type, absurd or unsupported.
+        Raises ModelError naming the key that is missing, of the wrong type, out of range or unsupported.
         """
         text, name = _text_section(mapping)
         family = FAMILIES[name]
@@ -168,8 +168,8 @@ class ModelConfig:
 
     @classmethod
     def preset(cls, name: str, layers: int | None = None) -> ModelConfig:
-        """Returns a public shape by name (`qwen3.5-0.8b`, `qwen3.5:0.8b`, `Qwen/Qwen3.5-0.8B`), or its first `layers`
-        layers."""
+        """Returns a public shape by name (`qwen3.5-0.8b`, `qwen3.5:0.8b`, `Qwen/Qwen3.5-0.8B`). layers: keeps only the
+        first layers."""
         key = name.rsplit("/", 1)[-1].lower().replace(":", "-")
         config = PRESETS.get(key) or PRESETS.get(f"qwen3.5-{key}")
         if config is None:
@@ -181,7 +181,7 @@ class ModelConfig:
         return replace(config, num_hidden_layers=layers, layer_types=config.layer_types[:layers])
 
     def with_rope_scaling(self, text: str | None) -> ModelConfig:
-        """Returns the same model with the rotary embedding scaled as an option says (`EngineConfig.rope_scaling`).
+        """Returns the model with its rotary embedding scaled by the option `EngineConfig.rope_scaling`.
 
         Raises ConfigError.
         """
@@ -218,13 +218,13 @@ class ModelConfig:
 
     @property
     def parameter_count(self) -> int:
-        """Parameters of the text model; a tied head counts once."""
+        """Number of parameters of the text model; a tied head counts once."""
         experts = self.experts.count if self.experts else 0
         return self._parameters(experts)
 
     @property
     def active_parameter_count(self) -> int:
-        """Parameters used for one token: all but those of the experts that it does not pass."""
+        """Number of parameters used for one token: all except the parameters of experts that it does not use."""
         experts = self.experts.per_token if self.experts else 0
         return self._parameters(experts)
 
@@ -238,8 +238,8 @@ class ModelConfig:
 
 
 def shard_config(config: ModelConfig, shards: int) -> ModelConfig:
-    """Returns the shape of a model with the heads that one of so many devices has of it; the other sizes stay. A K/V
-    head is on several devices if there are more of them than K/V heads. Raises ConfigError if heads cannot be split."""
+    """Returns the model's shape with only the heads of one of `shards` devices; other sizes stay the same. If there are
+    more devices than K/V heads, several devices have the same K/V head. Raises ConfigError if heads cannot be split."""
     linear, heads, kv_heads = config.linear, config.num_attention_heads, config.num_key_value_heads
     if config.attention_layers or config.num_mtp_layers:
         _check_split("attention", heads, shards)
@@ -292,7 +292,7 @@ def _linear_parameters(config: ModelConfig) -> int:
 
 
 def _text_section(mapping: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Returns the keys of the text model, completed by the outer ones, and its architecture."""
+    """Returns the keys of the text model, completed with the outer keys, and its architecture."""
     if not isinstance(mapping, Mapping):
         raise ModelError("config.json must hold one JSON object")
     nested = mapping.get("text_config", {})

@@ -1,5 +1,5 @@
-"""How the weights of a checkpoint are quantized: `quantization_config` of config.json, ModelOpt's hf_quant_config.json,
-and `quantization` of MLX."""
+"""Reads the quantization of a checkpoint: `quantization_config` of config.json, ModelOpt's hf_quant_config.json, and
+`quantization` of MLX."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from deltic.errors import ModelError, show
 
 KEY: Final = "quantization_config"
 MLX_KEY: Final = "quantization"
-"""MLX's key; newer versions write both."""
+"""MLX's key. Newer versions of MLX write both this key and KEY."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What a checkpoint's config declares. The tensors decide which weights are quantized, and how; the config has what
-    they do not show.
+    """The quantization that a checkpoint's config declares. The tensors show which weights are quantized, and how; the
+    config has the rest.
 
     method: quant_method; empty for an unquantized checkpoint.
-    settings: the whole object.
+    settings: the whole JSON object.
     """
 
     method: str = ""
@@ -34,15 +34,15 @@ class Quantization:
 
 
 MLX: Final = "mlx"
-"""Method of a config that MLX wrote, which names none."""
+"""Method for configs that MLX wrote, which do not name a method."""
 PLAIN: Final = Quantization()
-"""That of an unquantized checkpoint."""
+"""The quantization of an unquantized checkpoint."""
 _UNQUANTIZED: Final = ("take the unquantized checkpoint (`quant='q4_k'` quantizes it while it is loaded), or a GGUF "
                        "file of the model")
 _ALGORITHMS: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "fp8_pb_wo", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "mxfp4",
                       "MXFP4", "W4A8_MXFP4_FP8", "MXFP8")
 _AUTO_AWQ: Final = "auto_round:auto_awq"
-"""AutoRound's packing that is AWQ's."""
+"""AutoRound's packing format that equals AWQ's."""
 _METHODS: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "fp8": {"fmt": ("e4m3", None), "weight_block_size": ([128, 128], None)},
     "compressed-tensors": {"format": ("float-quantized", "naive-quantized", "nvfp4-pack-quantized",
@@ -56,17 +56,17 @@ _METHODS: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
                    "rotation_config": (None, {})},
     "bitsandbytes": {"bnb_4bit_quant_storage": ("uint8", None)},
 }
-"""Methods that can be read: the values that their keys may have."""
+"""Supported methods, with the values that their keys may have."""
 _NAMES: Final = {"intel/auto-round": "auto-round"}
 """Older names of methods."""
 _GROUPS: Final = (("float", 8), ("float", 4), *(("int", bits) for bits in range(2, 9)))
-"""type and num_bits of weights that can be read, in `config_groups`."""
+"""Supported (type, num_bits) of weights in `config_groups`."""
 
 
 def read_quantization(mapping: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None) -> Quantization:
     """Reads a config.json, and hf_quant_config.json, which older versions of ModelOpt write instead.
 
-    Raises ModelError naming the key of a quantization that cannot be read.
+    Raises ModelError naming the key of an unsupported quantization.
     """
     nested = mapping.get("text_config")
     text = nested if isinstance(nested, Mapping) else {}

@@ -17,9 +17,9 @@ FORMATS: Final[Mapping[str, Literal["float32", "bfloat16", "float16"]]] = {
     "bfloat16": "bfloat16", "bf16": "bfloat16", "q0bf16": "bfloat16",
     "float16": "float16", "fp16": "float16", "f16": "float16", "half": "float16", "q0f16": "float16",
 }
-"""Number formats. Compiled models call unquantized weights q0..."""
+"""Number formats. Compiled models use names q0... for unquantized weights."""
 GENERATIONS: Final[Mapping[str, str]] = {"v1": "v1", "1": "v1", "v2": "v2", "2": "v2"}
-"""Generations of directories compiled by TVM: attention only, hybrid."""
+"""Generations of directories compiled by TVM: v1 attention only, v2 hybrid."""
 BACKENDS: Final[Mapping[str, str]] = {"tirx": "tirx", "tir": "tirx", "flashinfer": "flashinfer"}
 """Attention backends of compiled models. TVM renamed `tir`."""
 
@@ -28,7 +28,7 @@ Name = TypeVar("Name", bound=str)
 
 
 def plain(name: str) -> str:
-    """Returns a name in lower case without punctuation, so that `qwen3.5`, `qwen3_5` and `Qwen3_5` are the same."""
+    """Returns a name in lower case without punctuation, so that `qwen3.5`, `qwen3_5` and `Qwen3_5` are equal."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
@@ -74,7 +74,7 @@ def flag(source: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def token_ids(source: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """Reads one id or a list of ids."""
+    """Reads a key with one id or a list of ids."""
     value = source.get(key)
     ids = [] if value is None else value if isinstance(value, list | tuple) else [value]
     if any(type(token) is not int or not 0 <= token < 1 << 31 for token in ids):
@@ -86,7 +86,7 @@ def token_ids(source: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 _MAX_INT: Final = (1 << 31) - 1
 _INTEGERS: Final = {"top_k": 0, "json_max_length": 1, "json_max_items": 1}
-"""Lowest value of each."""
+"""Minimum value of each integer key."""
 _NUMBERS: Final = {
     "temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.01, 100.0)}
 _NOT_SAMPLING: Final = ("eos_token_ids", "json_max_length", "json_max_items")
@@ -94,12 +94,12 @@ _NOT_SAMPLING: Final = ("eos_token_ids", "json_max_length", "json_max_items")
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Sampling parameters for requests that do not set them. `None`: the model recommends nothing.
+    """Sampling parameters for requests that do not set them. `None`: the model has no recommendation.
 
     temperature: 0 is greedy.
     top_k: 0 keeps all tokens.
     eos_token_ids: any of them ends an answer.
-    json_max_length, json_max_items: bounds of strings and lists in JSON without bounds in its schema, for models that
+    json_max_length, json_max_items: bounds of strings and lists in JSON answers if the schema has none, for models that
         are too small to end them.
     """
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings: their keys in a config.json, and the scalings that lengthen a context."""
+"""Rotary embeddings: their keys in a config.json, and the scalings that extend a context."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _MAX_CONTEXT: Final = 1 << 31
 _MAX_FACTOR: Final = 1e6
 _QWEN3_CONTEXT: Final = 40960
 _QWEN3_TRAINED: Final = 32768
-"""Qwen3's config.json counts 8192 tokens of an answer that the model was not trained to reach; YaRN starts below."""
+"""Qwen3's trained context. Its config.json adds 8192 untrained tokens for an answer; YaRN starts below."""
 _FORMS: Final = "none, yarn:FACTOR or yarn:FACTOR:ORIGINAL, such as yarn:4 or yarn:4:262144"
 
 
 @dataclass(frozen=True, slots=True)
 class Yarn:
-    """YaRN (arXiv 2309.00071): slow frequencies are divided by `factor`, fast ones are kept, others are blended.
+    """YaRN (arXiv 2309.00071): divides slow frequencies by `factor`, keeps fast ones, and blends in between.
 
-    original_context: tokens of the context that the model was trained with.
+    original_context: length of the training context in tokens.
     attention_factor: multiplies the cosines and sines, so that rotated queries and keys grow by it.
-    beta_fast, beta_slow: turns over the original context from which a frequency is kept, and up to which it is divided.
-    truncate: the blend begins and ends at whole dimensions.
+    beta_fast, beta_slow: a frequency with at least beta_fast turns over the original context is kept; one with at most
+        beta_slow turns is divided. truncate: the blend begins and ends at whole dimensions.
     """
 
     factor: float
@@ -38,11 +38,11 @@ class Yarn:
 
     @property
     def context(self) -> int:
-        """Tokens of the lengthened context."""
+        """Number of tokens of the extended context."""
         return min(int(self.original_context * self.factor), _MAX_CONTEXT)
 
     def divisors(self, theta: float, rotary_dim: int) -> tuple[float, ...]:
-        """Returns the divisors of the frequencies as transformers computes them (modeling_rope_utils.py)."""
+        """Returns the divisors of the frequencies, computed as in transformers (modeling_rope_utils.py)."""
         low, high = (self._dimension(turns, theta, rotary_dim) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -52,7 +52,7 @@ class Yarn:
         return tuple(1 / (share / self.factor + 1 - share) for share in divided)
 
     def _dimension(self, turns: float, theta: float, rotary_dim: int) -> float:
-        """Returns the index of the frequency that turns so often over the original context."""
+        """Returns the (fractional) index of the frequency with this number of turns over the original context."""
         return rotary_dim * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
@@ -60,9 +60,9 @@ class Yarn:
 class RopeConfig:
     """Rotary embedding.
 
-    mrope_section: how many frequencies follow time, height and width; empty: positions have one axis.
+    mrope_section: number of frequencies of the time, height and width axis; empty: positions have one axis.
     factors: divisors of the rotary_dim / 2 frequencies; empty: all 1.
-    yarn: the scaling that `factors` come from.
+    yarn: the scaling that produced `factors`.
     """
 
     theta: float
@@ -73,11 +73,11 @@ class RopeConfig:
 
     @property
     def attention_factor(self) -> float:
-        """Factor of the cosines and sines."""
+        """Factor for cosines and sines."""
         return self.yarn.attention_factor if self.yarn else 1.0
 
     def with_yarn(self, yarn: Yarn) -> RopeConfig:
-        """Returns the same embedding with this scaling alone. Raises ModelError if it is not possible."""
+        """Returns the embedding with only this scaling. Raises ModelError if that is not possible."""
         if self.theta <= 1:
             raise ModelError(f"rope_theta must be above 1 for rope_type 'yarn', not {self.theta:g}")
         return replace(self, factors=yarn.divisors(self.theta, self.rotary_dim), yarn=yarn)
@@ -103,9 +103,9 @@ def parse_scaling(text: str) -> tuple[float, int | None] | None:
 
 
 def scale_rope(rope: RopeConfig, context: int, text: str) -> tuple[RopeConfig, int]:
-    """Returns the embedding, and the longest context in tokens, with the scaling of an option in place of the config's.
+    """Returns the embedding and its maximum context in tokens, with the option's scaling in place of the config's.
 
-    Raises ConfigError if the option is malformed, or the embedding has a scaling of another kind.
+    Raises ConfigError if the option is malformed or the embedding has another kind of scaling.
     """
     if rope.factors and rope.yarn is None:
         raise ConfigError("rope_scaling is not possible: the rotary frequencies of this model are scaled already; "
@@ -126,7 +126,7 @@ def scale_rope(rope: RopeConfig, context: int, text: str) -> tuple[RopeConfig, i
 
 def read_rope(text: Mapping[str, Any], head_dim: int, family: Family) -> RopeConfig:
     """Reads rope_parameters of newer configs, or the top level and rope_scaling of older ones. As in transformers,
-    rope_scaling replaces rope_parameters where a config has both."""
+    rope_scaling replaces rope_parameters if a config has both."""
     top_level = {key: text[key] for key in ("rope_theta", "partial_rotary_factor") if key in text}
     parameters = _rope_object(text, "rope_parameters")
     scaling = _rope_object(text, "rope_scaling")
@@ -135,7 +135,7 @@ def read_rope(text: Mapping[str, Any], head_dim: int, family: Family) -> RopeCon
     if kind not in family.rope_types:
         raise ModelError(f"rope_type {show(kind)} is not supported, only {' and '.join(family.rope_types)}")
     for key in ("rope_theta", "partial_rotary_factor", "mrope_section"):
-        # the weights were hardly trained with a default in place of the other object's value
+        # it is unlikely that the model was trained with a default in place of the other object's value
         if key in parameters and parameters[key] != rope.get(key):
             raise ModelError(f"{key} of rope_parameters differs from that of rope_scaling, which replaces it: keep one "
                              "of the two objects")
@@ -162,8 +162,8 @@ def _rope_object(text: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _yarn(rope: Mapping[str, Any], text: Mapping[str, Any]) -> Yarn:
-    """As transformers: what is absent follows from max_position_embeddings, and the attention factor from the others.
-    """
+    """Reads YaRN like transformers: missing values follow from max_position_embeddings, and the attention factor from
+    the other values."""
     given = {key: value for key, value in rope.items() if value is not None}
     longest = integer(text, "max_position_embeddings", 1, _MAX_CONTEXT)
     original = integer({"original_max_position_embeddings": longest, **given}, "original_max_position_embeddings", 1,
@@ -181,13 +181,13 @@ def _yarn(rope: Mapping[str, Any], text: Mapping[str, Any]) -> Yarn:
 
 
 def mscale(factor: float, scale: float = 1.0) -> float:
-    """Returns the attention factor that follows from a scaling factor."""
+    """Returns the attention factor for a scaling factor."""
     return 0.1 * scale * math.log(factor) + 1
 
 
 def _llama3_factors(rope: Mapping[str, Any], theta: float, rotary: int) -> tuple[float, ...]:
-    """Stretches wavelengths beyond the original context by `factor`, keeps short ones, and blends in between
-    (transformers, modeling_rope_utils.py)."""
+    """Returns divisors that stretch wavelengths beyond the original context by `factor`, keep short ones, and blend in
+    between (transformers, modeling_rope_utils.py)."""
     factor, low, high = (number(rope, key, 1e-3, 1e6) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     context = integer(rope, "original_max_position_embeddings", 1, _MAX_CONTEXT)
     if low >= high:

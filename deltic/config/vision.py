@@ -1,4 +1,4 @@
-"""Shape of a vision tower, and preprocessing of its images and videos."""
+"""The shape of a vision tower, and the preprocessing of its images and videos."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
 _EDGES: Final = ("shortest_edge", "longest_edge")
 _BICUBIC: Final = 3
-"""Pillow's number."""
+"""Pillow's number for bicubic resampling."""
 _MAX_PIXELS: Final = 1 << 30
 _LARGEST: Final = {
     "depth": 256, "hidden_size": 1 << 16, "intermediate_size": 1 << 18, "num_heads": 1024, "out_hidden_size": 1 << 17,
     "num_position_embeddings": 1 << 20, "patch_size": 256, "temporal_patch_size": 16}
-"""Largest value of keys of vision_config, which are also fields of VisionConfig."""
+"""Maximum values of keys of vision_config, which are also fields of VisionConfig."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """Shape of the tower (Qwen3_5VisionModel), and its placeholder tokens.
+    """Shape of a vision tower (Qwen3_5VisionModel), and its placeholder tokens.
 
     depth: number of blocks.
     out_hidden_size: size of its output rows, the hidden_size of the text model.
-    num_position_embeddings: entries of the learned table, a square grid that is interpolated to the image's.
+    num_position_embeddings: entries of the learned table, a square grid that is interpolated to the image's grid.
     patch_size: side of a patch in pixels.
-    temporal_patch_size: frames of a patch.
+    temporal_patch_size: number of frames in a patch.
     merge_size: side of a token in patches.
     """
 
@@ -61,7 +61,7 @@ class VisionConfig:
     def from_hf(cls, mapping: Mapping[str, Any], out_hidden_size: int) -> VisionConfig | None:
         """Reads the `vision_config` of a config.json; None if there is none. out_hidden_size: the text model's.
 
-        Raises ModelError naming the key that is absent, of the wrong type, absurd or unsupported.
+        Raises ModelError naming the key that is missing, of the wrong type, out of range or unsupported.
         """
         given = mapping.get("vision_config")
         if given is None:
@@ -92,12 +92,12 @@ class VisionConfig:
 
     @property
     def grid_side(self) -> int:
-        """Side of the table of positions."""
+        """Side length of the square table of positions."""
         return math.isqrt(self.num_position_embeddings)
 
     @property
     def patch_values(self) -> int:
-        """Numbers in a patch."""
+        """Count of numbers in a patch."""
         return self.in_channels * self.temporal_patch_size * self.patch_size ** 2
 
 
@@ -108,9 +108,9 @@ class VideoConfig:
     pixels: bounds for all frames together.
     frames: bounds for the number of sampled frames.
     rate: sampled frames per second; 0: all frames.
-    frame_tokens: most tokens of a frame; 0: bounded by `pixels` only.
-    count: sampled frames of every video; 0: given by `rate`.
-    sampled: false: all frames are used.
+    frame_tokens: maximum number of tokens per frame; 0: bounded by `pixels` only.
+    count: number of sampled frames of each video; 0: determined by `rate`.
+    sampled: sample frames; False: use all frames.
     """
 
     pixels: tuple[int, int] = (128 * 32 * 32, 768 * 32 * 32)
@@ -153,8 +153,8 @@ class VideoConfig:
 class ImageConfig:
     """Preprocessing of images (preprocessor_config.json).
 
-    min_pixels, max_pixels: bounds that an image is scaled to.
-    mean, std: normalisation of each channel, of values from 0 to 1, for video frames too.
+    min_pixels, max_pixels: bounds for the size of a scaled image.
+    mean, std: normalisation of each channel, for values from 0 to 1. Video frames use it too.
     """
 
     min_pixels: int = 256 * 256
@@ -171,7 +171,7 @@ class ImageConfig:
         """
         for mapping in (images, videos):
             _refuse_unsupported(mapping)
-        # a file without keys means Qwen2VLImageProcessor, no file Qwen3VL's sizes
+        # a file without keys means Qwen2VLImageProcessor; no file means Qwen3VL's sizes
         default = cls(56 * 56, 28 * 28 * 1280, _CLIP_MEAN, _CLIP_STD) if images else cls()
         mean = _channels(images, "image_mean", default.mean)
         std = _channels(images, "image_std", default.std)

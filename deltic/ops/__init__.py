@@ -1,9 +1,9 @@
-"""The operations that a model is made of, and the backends that serve them.
+"""Defines the operations of a model and selects the backend that runs them.
 
-`Ops` is a frozen record of functions: it specifies shapes, dtypes and mutation, with the records of `ops.types`.
-    `ops.reference` is the naive oracle, `ops.torch` the default on any device. A backend is `replace(torch_ops,
-    gdn_mixer=..., mlp=...)`, chosen once at start. Op boundaries are fusion boundaries. Results are freshly allocated;
-    only the cache views are mutated.
+`Ops` is a frozen record of functions. With the records of `ops.types` it specifies shapes, dtypes and mutation.
+`ops.reference` is the naive oracle, `ops.torch` the default on any device. A backend is `replace(torch_ops,
+gdn_mixer=..., mlp=...)`, selected once at start. Op boundaries are fusion boundaries. Results are newly allocated;
+only the cache views are mutated.
 """
 
 from __future__ import annotations
@@ -49,50 +49,51 @@ def _as_they_are(experts: tuple[MlpWeights, ...]) -> tuple[MlpWeights, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """A backend. H: hidden size, V: vocabulary, T, L: tokens and logit rows of the batch.
+    """The functions of a backend. H: hidden size, V: vocabulary size, T, L: tokens and logit rows of the batch.
 
-    pack(weight [out, in], table) -> Block: the form in which this backend's linear layers read it; called once, at
-        load. table: it is an embedding too, which `embed` must be able to read. Every backend also reads the forms of
-        the others.
+    pack(weight [out, in], table) -> Block: converts a weight to the format of this backend's linear layers; called
+        once, at load. table: the weight is also an embedding table, which `embed` must be able to read. Every backend
+        also reads the formats of the other backends.
 
     Output projections, `down` and the sum over experts are summed in the fixed order of `ops.slices`. With weights of
     one of several shards, `gdn_mixer`, `attention_mixer`, `mlp` and `moe` return that shard's sum [T, H] in float32
-    (float64 for such inputs), not rounded. `tree_sum` of all shards, rounded to x's dtype, has the bits of one shard.
+    (float64 for float64 inputs), not rounded. `tree_sum` of all shards, rounded to x's dtype, has the bits of one
+    shard.
 
-    pack_experts(experts) -> experts: the form in which `moe` reads a layer's experts, whose matrices are packed; called
-        once, at load.
+    pack_experts(experts) -> experts: converts a layer's experts, whose matrices are packed, to the format of `moe`;
+        called once, at load.
     embed(ids [T], weight [V, H], dtype) -> [T, H]
     rope(positions [3, T], spec) -> Rope
     add_norm(residual [T, H], delta [T, H] | None, weight [H] float32, eps) -> (residual + delta, its RMS norm scaled by
         weight, computed in float32); both in the residual's dtype.
     gdn_mixer(x [T, H], weights, state, batch) -> [T, H]: a Gated DeltaNet layer between norm and residual. Mutates the
         target and emit slots of `state` and the delta logs of rows that append.
-    flush_delta_log(states, source, log, base, done, target): writes the state at `done` to slot `target`, in every
-        layer: the state of slot `source`, which stands for `base` tokens, and entries base .. done - 1 of delta log
-        `log`. The source may be the target; all but `states` are ints. Same bits as the steps that made the entries.
-    attention_mixer(x [T, H], weights, kv, batch, rope) -> [T, H]: stores K/V at `batch.store`, then attends each row to
-        its own context; never reads K/V past a token's own index.
+    flush_delta_log(states, source, log, base, done, target): applies entries base .. done - 1 of delta log `log` to the
+        state of slot `source`, which contains `base` tokens, and writes the result to slot `target`, in every layer.
+        source may equal target; all but `states` are ints. Has the same bits as the steps that wrote the entries.
+    attention_mixer(x [T, H], weights, kv, batch, rope) -> [T, H]: stores K/V at `batch.store`, then each row attends to
+        its own context. Never reads K/V past a token's own index.
     store_kv(x [T, H], weight [2 * kv, H], k_norm [head_dim] float32 | None, spec, kv, batch, rope): stores K/V as
-        attention_mixer does without biases, and attends to nothing. weight: rows k, v; the same bits as attention_mixer
-        where these are a row block of their own in `qkv`.
+        attention_mixer without biases does, and computes no attention. weight: rows k, v. Has the same bits as
+        attention_mixer if these rows are a separate row block in `qkv`.
     mlp(x [T, H], weights) -> [T, H]: down(silu(gate) * up).
-    moe(x [T, H], weights) -> [T, H]: the sum of a token's experts times their shares: softmax over all experts in
-        float32, the largest are used (among equals the lower id), normalised or not; plus the shared expert times
-        the sigmoid of its gate. A token's result depends on that token alone.
+    moe(x [T, H], weights) -> [T, H]: the weighted sum of a token's top experts, plus the shared expert times the
+        sigmoid of its gate. Weights are a float32 softmax over all experts (ties: the lower id), normalised over the
+        top ones or not. A token's result depends only on that token.
     head(x [L, H], weight [V, H]) -> logits [L, V] float32.
     sample(logits [L, V] float32, sampling) -> Sampled. May mutate the logits.
     copy_slots(states [layers, S, ...] each, source [N], target [N]), copy_pages(pools [layers, P, ...] each, source
         [N], target [N]): device copies, all layers at once.
-    mtp_step(ops, weights, views, slots [S, H] float32) -> a draft head's `MtpStep`; None if it is built of these ops.
-        slots: the hidden states of the state slots' last tokens. Takes pointers like `step`.
+    mtp_step(ops, weights, views, slots [S, H] float32) -> a draft head's `MtpStep`; None if the draft head must call
+        the ops one by one. slots: hidden state of each state slot's last token. Keeps pointers like `step`.
     step(ops, decoder, views) -> a function from a batch to the logits [L, V] float32 of its `logit_tokens` and, with
-        `layout.hidden`, all tokens' hidden states after the final norm [T, H] float32 (else None); None if the ops are
-        called one by one, for instance because some are of another backend. Takes pointers once: weights and views must
-        stay where they are. The function returns None, having done nothing, for a batch that it does not serve.
-    reserve(shape, dtype, device) -> Tensor: memory for the cache; uninitialised, or zeros.
-    vision(x [T, H], weights, scene) -> an iterator that takes x through all blocks of a vision tower, in place; other
-        work may run between two items. All patches of an image see each other, and no others. x is contiguous; float32,
-        or the dtype of the activations.
+        `layout.hidden`, all tokens' hidden states after the final norm [T, H] float32 (else None). None if the ops must
+        be called one by one, e.g. because some belong to another backend. Keeps pointers: weights and views must not
+        move. For a batch that it does not support, the function does nothing and returns None.
+    reserve(shape, dtype, device) -> Tensor: memory for the cache, uninitialised or zero.
+    vision(x [T, H], weights, scene) -> an iterator that runs x through all blocks of a vision tower, in place; other
+        work may run between two items. Patches attend to all patches of the same image. x is contiguous, in float32 or
+        the dtype of the activations.
     """
 
     pack: Callable[[Tensor, bool], Block]
@@ -117,14 +118,13 @@ class Ops:
 
 
 _PLACES = ("reserve", "pack_experts")
-"""Ops that place tensors and compute nothing."""
+"""Ops that only allocate or convert tensors."""
 
 
 def backends(level: str = "auto", threads: int = 1) -> dict[str, Ops]:
-    """Returns every backend by name that needs no package of its own; `cpu` is `torch` if its kernels were not
-    compiled.
+    """Returns all backends that need no extra package, by name. `cpu` equals `torch` if its kernels were not compiled.
 
-    level, threads: instructions of the CPU kernels, and number of their own threads.
+    level, threads: instruction set of the CPU kernels, and size of their own thread pool.
     """
     from deltic.ops import cpu, cuda, reference, torch
 
@@ -132,7 +132,7 @@ def backends(level: str = "auto", threads: int = 1) -> dict[str, Ops]:
 
 
 def _known(level: str, threads: int, wanted: set[str]) -> dict[str, Ops]:
-    """Returns the backends; that on MLX if it is wanted. Raises ConfigError if its package is missing."""
+    """Returns the backends, including MLX if `wanted` contains it. Raises ConfigError if its package is missing."""
     known = backends(level, threads)
     if "mlx" in wanted:
         from deltic.ops import mlx
@@ -142,8 +142,8 @@ def _known(level: str, threads: int, wanted: set[str]) -> dict[str, Ops]:
 
 
 def select(overrides: tuple[str, ...] = (), device: str = "cpu", level: str = "auto", threads: int = 1) -> Ops:
-    """Returns the best backend for a device, with replacements: `attention_mixer=reference` for one op, `reference` for
-    all. Level and threads belong to these ops alone."""
+    """Returns the best backend for a device. overrides: `attention_mixer=reference` replaces one op, `reference` all
+    ops. level and threads apply only to the returned ops."""
     kind = device.partition(":")[0]
     known = _known(level, threads, {kind, *(override.rpartition("=")[2] for override in overrides)})
     ops = known[kind]
@@ -159,8 +159,8 @@ def select(overrides: tuple[str, ...] = (), device: str = "cpu", level: str = "a
 
 
 def explain(ops: Ops, decoder: DecoderWeights | None = None, views: CacheViews | None = None) -> dict[str, str]:
-    """Returns the backend of each op and why it is no faster one: `{"gdn_mixer": "cpu", "head": "torch (...)", ...}`.
-    decoder, views: of a loaded model, for which kernels may leave ops to torch."""
+    """Returns the backend of each op, with the reason if a faster one is not used: `{"gdn_mixer": "cpu", "head": "torch
+    (...)", ...}`. decoder, views: of a loaded model; its shapes or dtypes may force ops to torch."""
     from deltic.ops import cpu, cuda
 
     served = {f.name: getattr(ops, f.name).__module__.split(".")[2] for f in fields(ops) if f.name not in _PLACES}
@@ -176,7 +176,7 @@ def explain(ops: Ops, decoder: DecoderWeights | None = None, views: CacheViews |
 
 @dataclass(frozen=True, slots=True)
 class NativeKernels:
-    """The compiled CPU kernels. level: the best instructions of this processor; `error`: why they cannot be used."""
+    """The compiled CPU kernels. level: this processor's best instruction set. error: why they are unusable."""
 
     path: Path
     level: str = ""
@@ -184,7 +184,7 @@ class NativeKernels:
 
 
 def native_kernels() -> NativeKernels:
-    """Describes the compiled CPU kernels. Raises ConfigError if they are of other sources than the package."""
+    """Describes the compiled CPU kernels. Raises ConfigError if their sources are not the package's."""
     from deltic.ops.cpu import library
 
     path, loaded = Path(library.__file__).parent / "libdeltic.so", library.load()

@@ -1,6 +1,6 @@
-"""Adapters (LoRA): low-rank terms that are added to the products of a step, by token.
+"""LoRA adapters: low-rank terms that a step adds to its matrix products, for each token separately.
 
-The products of a layer have names: `mix_in` (in_proj or qkv), `mix_out` (out_proj or o_proj), `gate_up`, `down`,
+The products of a layer are named `mix_in` (in_proj or qkv), `mix_out` (out_proj or o_proj), `gate_up`, `down`,
 `router` (with the row of the shared expert's gate, if there is one), `shared_gate_up` and `shared_down`.
 """
 
@@ -16,15 +16,15 @@ from torch import Tensor
 from deltic.ops.quantized import PANEL
 
 PRODUCTS: Final = ("mix_in", "mix_out", "gate_up", "down", "router", "shared_gate_up", "shared_down")
-"""In the order of the compiled kernels."""
+"""Names of the products, in the order of the compiled kernels."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """What an adapter adds to some rows of a product, from row `first` on: x aᵀ bᵀ.
+    """The term x aᵀ bᵀ that an adapter adds to `rows` rows of a product, from row `first` on.
 
-    a [rank, columns]. panels [rows / PANEL, rank, PANEL]: b [rows, rank] times the scale, rounded up with rows of 0.
-    Of one dtype. a is contiguous; panels is on a CPU, and on a GPU b is.
+    a [rank, columns]. panels [rows / PANEL, rank, PANEL]: b [rows, rank] times the scale, padded with rows of 0.
+    Both have one dtype. a is contiguous; on a CPU panels is contiguous, on a GPU b.
     """
 
     a: Tensor
@@ -34,7 +34,7 @@ class LowRank:
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor, first: int = 0) -> LowRank:
-        """Packs b [rows, rank]. Both get the dtype of b."""
+        """Packs b [rows, rank]. Both matrices get the dtype of b."""
         rows, rank = b.shape
         padded = torch.cat((b, b.new_zeros(-rows % PANEL, rank)))
         panels = padded.view(-1, PANEL, rank).transpose(1, 2).contiguous()
@@ -42,7 +42,7 @@ class LowRank:
 
     @property
     def b(self) -> Tensor:
-        """[rows, rank]."""
+        """The matrix b [rows, rank]."""
         return self.panels.transpose(1, 2).flatten(0, 1)[:self.rows]
 
     @property
@@ -51,7 +51,7 @@ class LowRank:
 
     def to(self, device: torch.device) -> LowRank:
         panels = self.panels.to(device)
-        if device.type == "cuda":  # its kernels read b row by row
+        if device.type == "cuda":  # CUDA kernels read b row by row
             panels = panels.transpose(1, 2).contiguous().transpose(1, 2)
         return replace(self, a=self.a.to(device), panels=panels)
 
@@ -62,8 +62,8 @@ LowRanks = tuple[LowRank, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterLayer:
-    """The terms of a layer. products: by the names of `PRODUCTS`. experts: of gate_up and down of each expert; empty:
-    none."""
+    """The terms of a layer. products: terms by name (see `PRODUCTS`). experts: terms of gate_up and down for each
+    expert; empty: none."""
 
     products: Mapping[str, LowRanks] = field(default_factory=dict)
     experts: tuple[tuple[LowRanks, LowRanks], ...] = ()
@@ -79,9 +79,9 @@ class AdapterLayer:
 class Adapter:
     """A loaded adapter.
 
-    identity: a digest of its numbers, by which caches tell adapters apart.
+    identity: a digest of its numbers; caches use it to distinguish adapters.
     layers: one for each layer of the model. head: the terms of the logits.
-    kept: what a backend derives from it.
+    kept: values that a backend derives from it.
     """
 
     name: str
@@ -101,13 +101,13 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The largest rank of its terms."""
+        """The maximum rank of its terms."""
         return max((len(term.a) for term in self.terms()), default=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchAdapters:
-    """The adapters of a batch. numbers [T] int64: the place of each token's adapter among these, or -1."""
+    """The adapters of a batch. numbers [T] int64: index of each token's adapter in `adapters`, or -1."""
 
     numbers: Tensor
     adapters: tuple[Adapter, ...]

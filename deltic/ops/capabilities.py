@@ -1,4 +1,4 @@
-"""Devices, and what their backends can do."""
+"""Detects devices and describes the capabilities of their backends."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _MIN_COMPUTE_CAPABILITY: Final = (8, 0)
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Declared by a model's backend. The engine goes by these and never by the name of a device.
+    """Capabilities that a model's backend declares. The engine depends on them, never on the name of a device.
 
     overlaps: the device computes while the host schedules the next step.
-    own_memory: the device has memory of its own, for which the host's is a lower tier.
-    max_verify_rows: steps with drafts have buckets of up to so many rows, in which prompts have no place; None: steps
-        of any shape may have drafts.
-    defer_from: the number of rows from which on decode steps leave state writes in delta logs; None: they never do.
+    own_memory: the device has its own memory, and host memory is a lower tier.
+    max_verify_rows: steps with drafts run in buckets of up to this many rows, without prompt rows; None: steps of any
+        shape may have drafts.
+    defer_from: minimum number of rows for decode steps that leave state writes in delta logs; None: they never do.
     frames: pages and slots may share memory.
-    partial_heads: a part of the matrix of logits may draft, as logits that are left out save time.
+    partial_heads: some rows of the logits matrix may serve as a draft head, because computing fewer logits saves time.
     adapts: decode steps of rows with adapters have buckets, so that the host need not wait for them.
     """
 
@@ -47,7 +47,7 @@ class Capabilities:
 
     @property
     def verifies(self) -> bool:
-        """True if steps with drafts have buckets."""
+        """True if steps with drafts run in buckets."""
         return self.max_verify_rows is not None
 
     @property
@@ -60,34 +60,34 @@ _DEVICES: Final = {
     "cuda": Capabilities(overlaps=True, own_memory=True),
     "mlx": Capabilities(frames=False),
 }
-"""By the kind of a device. MLX has no views of memory in which layers overlap."""
+"""Capabilities by device kind. MLX has no views of memory in which layers overlap."""
 
 
 def device_kind(device: str | torch.device) -> str:
-    """Returns `cpu`, `cuda` or `mlx`, for an option or a device of torch. Tensors of `mlx` are torch's on the CPU."""
+    """Returns `cpu`, `cuda` or `mlx` for an option or a torch device. With `mlx`, torch tensors are on the CPU."""
     return str(device).partition(":")[0]
 
 
 def device_capabilities(device: str | torch.device) -> Capabilities:
-    """Returns what every model on this device can do. A loaded model may add to it."""
+    """Returns the capabilities of every model on this device. A loaded model may have more."""
     return _DEVICES[device_kind(device)]
 
 
 def is_apple_silicon() -> bool:
-    """True on a Mac with a GPU that MLX knows."""
+    """Returns True on a Mac with a GPU that MLX supports."""
     return sys.platform == "darwin" and platform.machine() == "arm64"
 
 
 def mlx_facts() -> list[str] | str:
-    """Returns the version of MLX and its device, or why it cannot be used."""
+    """Returns the version of MLX and its device, or the reason why it is unusable."""
     from deltic.ops import mlx
 
     return mlx.missing() or mlx.device_facts()
 
 
 def find_device() -> str:
-    """Returns `cuda` if torch finds a GPU that is new enough, `mlx` on a Mac with an Apple GPU where the package is
-    installed, else `cpu`."""
+    """Returns `cuda` if torch finds a GPU that is new enough, `mlx` on a Mac with an Apple GPU and the mlx package,
+    else `cpu`."""
     if is_apple_silicon() and find_spec("mlx") is not None:
         return "mlx"
     if not torch.cuda.is_available():
@@ -101,7 +101,7 @@ def find_device() -> str:
 
 
 def check_devices(devices: Sequence[str]) -> None:
-    """Raises ConfigError if this machine does not have the devices, or if they cannot share a model."""
+    """Raises ConfigError if this machine lacks one of the devices, or if they cannot share a model."""
     if device_kind(devices[0]) != "cuda":
         return
     if not torch.cuda.is_available():
@@ -121,7 +121,7 @@ def check_devices(devices: Sequence[str]) -> None:
 
 
 def verifies_drafts(device: str, dtype: str) -> bool:
-    """True if the backend verifies a row's drafts in one pass, without running torch op by op."""
+    """Returns True if the backend verifies a row's drafts in one pass, without running torch op by op."""
     if device_kind(device) != "cuda":
         return True
     from deltic.ops.cuda import serves_delta_logs
@@ -130,12 +130,12 @@ def verifies_drafts(device: str, dtype: str) -> bool:
 
 
 def can_defer_state_writes(device: str, dtype: str) -> bool:
-    """True if the backend can leave the state writes of decode steps in delta logs."""
+    """Returns True if the backend can leave the state writes of decode steps in delta logs."""
     return device_capabilities(device).overlaps and verifies_drafts(device, dtype)
 
 
 def gpu_kernels(device: str) -> str | None:
-    """Returns which form of deltic's kernels serves a GPU; None for another device, or if there is no GPU here."""
+    """Returns the variant of deltic's kernels that a GPU uses; None for other devices, or without a GPU."""
     if device_kind(device) != "cuda" or not torch.cuda.is_available():
         return None
     from deltic.ops.cuda.card import card_of
@@ -144,7 +144,7 @@ def gpu_kernels(device: str) -> str | None:
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copies a host tensor to the device, in stream order, without waiting. On a CPU returns the tensor itself."""
+    """Copies a host tensor to the device in stream order, without waiting. Returns the tensor itself on a CPU."""
     if device.type == "cpu":
         return host
     from deltic.ops.cuda import staging
@@ -153,8 +153,8 @@ def on_device(host: Tensor, device: torch.device) -> Tensor:
 
 
 def numeric_facts(device: str, cpu_level: str) -> dict[str, object]:
-    """Returns what the bits of results depend on besides the ops: the library of CPU kernels and its instruction set,
-    and the GPU with its version of CUDA."""
+    """Returns the facts besides the ops on which the bits of results depend: the library of CPU kernels and its
+    instruction set, and the GPU with its CUDA version."""
     from deltic.ops.cpu.library import LEVELS, load
 
     library = load()
@@ -175,7 +175,7 @@ def numeric_facts(device: str, cpu_level: str) -> dict[str, object]:
 
 
 def backend_summary(facts: Mapping[str, Any]) -> str:
-    """Names a backend in a few words. facts: `numeric_facts`, and as `ops` the result of `explain`."""
+    """Describes a backend in a few words. facts: `numeric_facts`, and as `ops` the result of `explain`."""
     if "mlx" in facts:
         return f"mlx on {facts['mlx'][1]}"
     if "cuda" in facts:

@@ -14,7 +14,7 @@ from deltic.ops.types import Block, Weight
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerNorm:
-    """scale, shift [H]: float32; in an encoder on a GPU the model's dtype."""
+    """Parameters of a layer norm. scale, shift [H]: float32; the model's dtype in an encoder on a GPU."""
 
     scale: Tensor
     shift: Tensor
@@ -22,7 +22,7 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Affine:
-    """A linear layer. bias [rows]: float32; on a GPU the dtype of the activations."""
+    """A linear layer. bias [rows]: float32; on a GPU the activations' dtype."""
 
     weight: Weight
     bias: Tensor
@@ -50,7 +50,7 @@ class EncoderWeights:
     """An encoder (BERT, arXiv 1810.04805).
 
     words [V, H], places [P, H], kinds [K, H]: embeddings of tokens, positions and token types; places and kinds have
-        the dtype of biases. norm: of their sum.
+        the dtype of biases. norm: applied to their sum.
     """
 
     words: Block
@@ -64,7 +64,7 @@ class EncoderWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
-    """Sequences one after another, without padding. ids, places, kinds [T] int64; starts [N + 1] int64, on the CPU."""
+    """N concatenated sequences without padding. ids, places, kinds [T] int64; starts [N + 1] int64, on the CPU."""
 
     ids: Tensor
     places: Tensor
@@ -81,8 +81,8 @@ class Ragged:
 class EncoderBackend:
     """Runs encoders on a device.
 
-    dtype: of matrices in memory. vector_dtype: of biases, norms and small tables. activations: of states.
-    packs: matrices are packed for compiled kernels and may be quantized; a row's result does not depend on others.
+    dtype: dtype of matrices in memory. vector_dtype: of biases, norms and small tables. activations: of hidden states.
+    packs: matrices are packed for compiled kernels and may be quantized; a row's result does not depend on other rows.
     overlaps: the device computes while the host prepares the next batch.
     linear(x [N, in], affine) -> [N, out] float32.
     run(weights) -> a function from a batch and its embeddings [T, H] to the last layer's states [T, H].
@@ -100,8 +100,8 @@ class EncoderBackend:
 
 def select_backend(device: str, dtype: torch.dtype | None, torch_only: bool, level: str = "auto",
                    threads: int = 1) -> EncoderBackend:
-    """Returns the backend of encoders on a device. dtype: of the weights; None: bfloat16 on a GPU, where float32 is
-    many times slower, and float32 on a CPU."""
+    """Returns the backend for encoders on a device. dtype: of the weights; None: float32 on a CPU, and bfloat16 on a
+    GPU, where float32 is many times slower."""
     from deltic.ops import cpu
     from deltic.ops.cuda import encoder as cuda_encoder
     from deltic.ops.torch import encoder as torch_encoder
@@ -119,7 +119,7 @@ def select_backend(device: str, dtype: torch.dtype | None, torch_only: bool, lev
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionWeights:
-    """The blocks of a vision tower. eps: of their norms."""
+    """The blocks of a vision tower. eps: of its norms."""
 
     layers: tuple[EncoderLayer, ...]
     heads: int
@@ -132,11 +132,11 @@ class VisionWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scene:
-    """Images whose patches lie one after another.
+    """A batch of images with concatenated patches.
 
-    sizes: patches of each image.
+    sizes: number of patches of each image.
     cos, sin [T, head_dim / 2] float32: rotation of elements i and i + head_dim / 2 of each query and key.
-    dtype: of the activations that are multiplied with plain weights.
+    dtype: dtype of the activations in products with plain weights.
     """
 
     sizes: tuple[int, ...]
@@ -145,7 +145,7 @@ class Scene:
     dtype: torch.dtype
 
     def pictures(self) -> Iterator[slice]:
-        """The patches of each image."""
+        """Yields the range of patches of each image."""
         end = 0
         for size in self.sizes:
             yield slice(end, end + size)

@@ -1,7 +1,7 @@
-"""The int64 columns of a step, declared once: the host packs them, and tensors and kernels find them by name.
+"""Declares the int64 input columns of a step. The host packs them; tensors and kernels refer to them by name.
 
-A layout lists its columns in the order in which they lie in memory. `InputBatch` (runner) fills them; `cuda_struct`
-generates the pointers that CUDA kernels include, so that no offset is written down twice.
+A layout lists its columns in memory order. `InputBatch` (runner) fills them. `cuda_struct` generates the pointers that
+CUDA kernels include, so that each offset is defined only once.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 SCHEDULER, PAGE_TABLE, DEVICE_TOKENS = "scheduler", "page table", "device tokens"
-"""What fills a column: the planned rows; the page table, which is kept from step to step; or the places of tokens that
+"""Sources of a column: the planned rows; the page table, which is kept from step to step; or the places of tokens that
 only the device has."""
 
 
 class Extents(NamedTuple):
-    """The sizes of a step. pages: the width of the page table."""
+    """The sizes of a step. pages: width of the page table."""
 
     rows: int
     tokens: int
@@ -37,7 +37,7 @@ class Extents(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column of times * extent + plus integers. extent: the name of one of `Extents`."""
+    """A column of times * extent + plus integers. extent: name of a field of `Extents`."""
 
     name: str
     extent: str
@@ -50,7 +50,7 @@ class Column(NamedTuple):
 
 
 COLUMNS = {column.name: column for column in (
-    Column("count", "one"),  # real rows; the others fill a bucket up
+    Column("count", "one"),  # number of real rows; padding rows fill the bucket
     Column("ids", "tokens"),
     Column("positions", "tokens", times=3),
     Column("starts", "rows", plus=1),
@@ -66,13 +66,13 @@ COLUMNS = {column.name: column for column in (
     Column("pages", "table", set_by=PAGE_TABLE),
     Column("draws", "tokens", set_by=DEVICE_TOKENS),
 )}
-"""The columns of buckets, by the names that they have in `Batch`. draws: the place of each token among what the device
-has drawn, if the tokens are not known to the host."""
+"""The columns of buckets, with their names in `Batch`. draws: index of each input token in the device's drawn tokens,
+if the host does not have the tokens yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnLayout:
-    """Columns in the order of memory."""
+    """Columns in memory order."""
 
     columns: tuple[Column, ...]
 
@@ -80,19 +80,19 @@ class ColumnLayout:
         return sum(column.size(extents) for column in self.columns)
 
     def offset(self, name: str, extents: Extents) -> int:
-        """The index of a column's first integer."""
+        """Returns the index of a column's first integer."""
         names = [column.name for column in self.columns]
         return sum(column.size(extents) for column in self.columns[:names.index(name)])
 
     def views(self, numbers: Tensor, extents: Extents) -> dict[str, Any]:
-        """The columns that the model reads, as views of `numbers` [N] by name."""
+        """Returns the columns that the model reads, by name, as views of `numbers` [N]."""
         columns = [column for column in self.columns if column.set_by != DEVICE_TOKENS]
         sizes = [column.size(extents) for column in columns]
         return dict(zip([column.name for column in columns], numbers.split(sizes), strict=True))
 
     def pack(self, values: Mapping[str, Iterable[int]], extents: Extents) -> array[int]:
-        """The columns that the scheduler sets, one after another. Raises ValueError if one is missing or does not have
-        its size."""
+        """Concatenates the columns that the scheduler sets. Raises ValueError if a column is missing or has a wrong
+        size."""
         numbers = array("q")
         for column in self.columns:
             if column.set_by != SCHEDULER:
@@ -125,12 +125,12 @@ RAGGED = ColumnLayout((
 """A step of any shape. Its page table and `append` are tensors of their own."""
 
 IDS_OFFSET = 1
-"""The place of the first token id in every bucket."""
+"""The index of the first token id in every bucket."""
 assert all(layout.offset("ids", Extents(1, 1)) == IDS_OFFSET for layout in (DECODE, VERIFY))
 
 
 def cuda_struct(name: str, layout: ColumnLayout) -> str:
-    """CUDA source of a struct with a pointer to each column of a bucket."""
+    """Returns the CUDA source of a struct with a pointer to each column of a bucket."""
     lines = [f"struct {name} {{", "    const int rows, tokens, width;"]
     begin = ""
     for column in layout.columns:
@@ -146,5 +146,5 @@ _CUDA_EXTENTS = {"one": "1", "rows": "rows", "tokens": "tokens", "table": "(long
 
 
 def cuda_header() -> str:
-    """CUDA source of the columns that `numbers.cuh` uses."""
+    """Returns the CUDA source of the columns that `numbers.cuh` uses."""
     return f"constexpr int IDS_OFFSET = {IDS_OFFSET};\n{cuda_struct('VerifyColumns', VERIFY)}"

@@ -1,17 +1,17 @@
-"""K/V in pages: the model's dtype, float8 e4m3 with a scale of 1, int8 or int4.
+"""Formats of K/V in pages: the model's dtype, float8 e4m3 with a scale of 1, int8 or int4.
 
 int8: each head vector is rounded to the nearest of -127 .. 127 times its scale, which is its largest magnitude / 127. A
 token has [kv_heads, D + 4] bytes: the codes of all heads, then their float32 scales.
 
 int4: each head vector is rotated (`rotated`), so that its numbers are spread like those of a normal distribution, and
-rounded to 2^bits levels: 5 bits for keys, whose errors change what is attended to, 4 for values. Levels are closer near
-zero, where most numbers are: the level c stands for u * (u^2 + 2 h^2) * scale, with h = 2^(bits - 1) and
-u = c + 3/4 - h, exact in float32. The sign of the scale decides which side has the outermost level. Of twelve scales,
-six of each sign, the vector gets the one whose levels have the largest cosine with it; the scale is then adapted so
-that the product of the rounded vector with the vector itself is right. A vector's bytes depend on nothing else.
+rounded to 2^bits levels: 5 bits for keys, because their errors change the attention weights, and 4 bits for values.
+Levels are denser near zero, where most numbers are: level c stands for u * (u^2 + 2 h^2) * scale, with h = 2^(bits - 1)
+and u = c + 3/4 - h, exact in float32. The sign of the scale decides which side has the outermost level. Of twelve
+scales, six of each sign, the vector gets the scale whose levels have the largest cosine with it. The scale is then
+adapted so that the product of the rounded vector with the vector itself is right. A vector's bytes depend only on it.
 A token has [kv_heads, bits * D / 8 + 2] bytes: the low four bits of all heads, two numbers to a byte; the fifth bits of
 keys, eight to a byte; the bfloat16 scales.
-Queries are rotated in the same way, which leaves their products with keys as they were; outputs are rotated back.
+Queries are rotated in the same way, which keeps their products with keys; outputs are rotated back.
 """
 
 from __future__ import annotations
@@ -24,39 +24,38 @@ from torch import Tensor
 
 FP8, INT8, INT4 = torch.float8_e4m3fn, torch.int8, torch.uint8
 PACKED = frozenset({INT8, INT4})
-"""dtypes of bytes that hold codes and scales."""
+"""dtypes of pages that store codes and scales as bytes."""
 INT8_DIM = 1024
-"""The largest head_dim of int8: sums of products with so many keys fit 32 bits."""
+"""Maximum head_dim for int8: sums over this many products of codes fit 32 bits."""
 KEY_BITS, VALUE_BITS = 5, 4
 _LARGEST = 448.0
 _SMALLEST_SCALE = 2.0**-100
-"""Vectors of a smaller scale are stored as zeros, so that its inverse is finite."""
+"""Vectors with a smaller scale are stored as zeros, so that the inverse of a scale is finite."""
 SCALES = tuple(parts / 32 for parts in (22, 25, 28, 30, 32, 35))
-"""The scales that are tried with both signs, relative to the one that makes the outermost level the largest number."""
+"""Scales that are tried with both signs, relative to the scale that maps the outermost level to the largest number."""
 INVERSE = (0.98277253, -0.32738898, 0.13833282, -0.02469429)
-"""Of w = t + t^3 / 2: t is about w times this polynomial of w^2."""
+"""Coefficients for the inverse of w = t + t^3 / 2: t is about w times this polynomial of w^2."""
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype of K/V."""
+    """Returns the name of a K/V dtype."""
     return "int4" if dtype == INT4 else str(dtype).removeprefix("torch.")
 
 
 def width(dim: int, bits: int, dtype: torch.dtype) -> int:
-    """Returns the entries of a head vector in pages of a dtype: with int8 and int4, its bytes. bits: of int4."""
+    """Returns the entries per head vector in pages: bytes for int8 and int4. bits: per number, for int4."""
     if dtype == INT8:
         return dim + 4
     return dim * bits // 8 + 2 if dtype == INT4 else dim
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Returns a view that torch can index; x itself unless it is float8."""
+    """Returns a view of bytes if x is float8, which torch cannot index, otherwise x itself."""
     return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds to the dtype of pages. float8 has no infinity: what is too large becomes 448, in every version of
-    torch."""
+    """Rounds to the dtype of pages. float8 has no infinity: larger numbers become 448, in every version of torch."""
     return (x.clamp(-_LARGEST, _LARGEST) if dtype == FP8 else x).to(dtype)
 
 
@@ -70,27 +69,27 @@ def store(pool: Tensor, places: Tensor, x: Tensor) -> None:
 
 
 def take(pool: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Returns `index_select`, also of float8."""
+    """Returns `index_select` of a pool. Also supports float8."""
     return as_bytes(pool).index_select(dim, index).view(pool.dtype)
 
 
 def is_finite(x: Tensor) -> bool:
-    """True if all numbers are finite. Takes one or two passes and, unlike `isfinite`, no tensor of their size.
+    """Returns True if all numbers are finite. Needs one or two passes and, unlike `isfinite`, no large tensor.
 
-    x: with int8 and int4 [..., kv_heads, width]."""
+    x: for int8 and int4 [..., kv_heads, width]."""
     if not x.numel():
         return True
     if x.dtype in PACKED:
         kind = torch.bfloat16 if x.dtype == INT4 else torch.float32
         scales = x.flatten(-2)[..., -kind.itemsize * x.shape[-2]:].contiguous().view(kind)
         return bool(scales.isfinite().all())
-    if x.dtype == FP8:  # NaN has all bits but the sign set
+    if x.dtype == FP8:  # in NaN, all bits except the sign are set
         return int(x.view(torch.int8).max()) < 0x7f and int(x.view(torch.uint8).max()) < 0xff
     return all(bool(bound.isfinite()) for bound in torch.aminmax(x))
 
 
 def read(stored: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Returns entries of pages [..., kv_heads, width] as numbers [..., kv_heads, dim]; of int4 rotated."""
+    """Returns entries of pages [..., kv_heads, width] as numbers [..., kv_heads, dim]; int4 stays rotated."""
     if stored.dtype == INT8:
         return unpack_int8(stored, dim, dtype)
     return unpack(stored, dim, dtype) if stored.dtype == INT4 else stored.to(dtype)
@@ -100,7 +99,7 @@ def read(stored: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def pack_int8(x: Tensor) -> Tensor:
-    """x [T, kv_heads, D] -> bytes [T, kv_heads, width]. What is not finite gets a scale that is not."""
+    """Encodes x [T, kv_heads, D] -> bytes [T, kv_heads, width]. NaN or inf make the scale non-finite."""
     wide = x if x.dtype == torch.float64 else x.float()
     largest = wide.abs().amax(-1, keepdim=True)
     small = largest < _SMALLEST_SCALE
@@ -111,7 +110,7 @@ def pack_int8(x: Tensor) -> Tensor:
 
 
 def unpack_int8(stored: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """stored [..., kv_heads, width] -> [..., kv_heads, dim]."""
+    """Decodes stored [..., kv_heads, width] -> [..., kv_heads, dim]."""
     heads = stored.shape[-2]
     codes, scales = stored.flatten(-2).split((heads * dim, heads * 4), -1)
     wide = torch.promote_types(dtype, torch.float32)
@@ -124,7 +123,7 @@ def unpack_int8(stored: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _signs(dim: int, device: torch.device) -> Tensor:
-    """Signs [dim] of a bent sequence: a Hadamard transform spreads a vector of equal numbers over all places."""
+    """Returns signs [dim] of a bent sequence. With them a Hadamard transform spreads equal numbers over all places."""
     index = torch.arange(dim)
     pairs = index & index >> 1
     parity = torch.stack([pairs >> bit & 1 for bit in range(0, dim.bit_length(), 2)]).sum(0) & 1
@@ -141,24 +140,24 @@ def _hadamard(x: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor) -> Tensor:
-    """x [..., D], D a power of two -> its signed Hadamard transform, float32 or float64."""
+    """Returns the signed Hadamard transform of x [..., D], D a power of two, in float32 or float64."""
     wide = x if x.dtype == torch.float64 else x.float()
     return _hadamard(wide * _signs(x.shape[-1], x.device))
 
 
 def rotated_back(x: Tensor) -> Tensor:
-    """The inverse of `rotated`."""
+    """Inverts `rotated`."""
     wide = x if x.dtype == torch.float64 else x.float()
     return _hadamard(wide) * _signs(x.shape[-1], x.device)
 
 
 def curve(u: Tensor, half: float) -> Tensor:
-    """Returns the levels, in units of the scale."""
+    """Returns the levels for u = code + 3/4 - half, in units of the scale."""
     return u * (u * u + 2 * half * half)
 
 
 def pack(x: Tensor, bits: int) -> Tensor:
-    """x [T, kv_heads, D], rotated -> bytes [T, kv_heads, width]. What is not finite gets a scale that is not."""
+    """Encodes rotated x [T, kv_heads, D] -> bytes [T, kv_heads, width]. NaN or inf make the scale non-finite."""
     half = 2.0**(bits - 1)
     largest = (half - 0.25) * ((half - 0.25) ** 2 + 2 * half * half)
     unit = x.abs().amax(-1, keepdim=True) / largest
@@ -183,8 +182,8 @@ def pack(x: Tensor, bits: int) -> Tensor:
 
 
 def _round(x: Tensor, scale: float, sign: float, half: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x, whose largest magnitude is that of the outermost level -> the codes with a scale, their levels' product with
-    x, and their sum of squares."""
+    """Returns the codes of x for a scale, the dot product of their levels with x, and the levels' sum of squares. The
+    largest magnitude in x is that of the outermost level."""
     w = (x * (0.5 * half**-3 / scale)).clamp(-1.5, 1.5)
     square, inverse = w * w, torch.full_like(w, INVERSE[-1])
     for factor in INVERSE[-2::-1]:
@@ -195,7 +194,7 @@ def _round(x: Tensor, scale: float, sign: float, half: float) -> tuple[Tensor, T
 
 
 def unpack(stored: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """stored [..., kv_heads, width] -> [..., kv_heads, dim], rotated."""
+    """Decodes stored [..., kv_heads, width] -> [..., kv_heads, dim], still rotated."""
     heads, bits = stored.shape[-2], (stored.shape[-1] - 2) * 8 // dim
     sizes = [heads * dim // 2, heads * dim // 8 * (bits - 4), heads * 2]
     low, high, scale = stored.flatten(-2).split(sizes, -1)

@@ -1,7 +1,7 @@
-"""Host memory in pages of 2 MiB, and GPU memory that belongs to one model.
+"""Allocates host memory in pages of 2 MiB, and GPU memory that belongs to one model.
 
-Weights and states are streamed from end to end, and translating the address of each 4 KiB page takes as long as reading
-it: with pages of 2 MiB the same loop reads up to twice as fast.
+Steps stream weights and states from end to end. Translating the address of a 4 KiB page takes as long as reading it;
+with pages of 2 MiB the same loop reads up to twice as fast.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from deltic.errors import ConfigError
 _LARGE_PAGE = 2 << 20
 _CHUNK = 64 << 20
 _NO_RESERVE = 0x4000
-"""Linux's MAP_NORESERVE."""
+"""MAP_NORESERVE of Linux."""
 _MIN_SIZE = 64 << 10
-"""Smaller tensors would waste large pages, and are not streamed."""
+"""Minimum size for large pages. Smaller tensors would waste them, and are not streamed."""
 _ALIGNMENT = 64
 
 
 def large_pages() -> bool:
-    """True if this system supports the advice to use large pages."""
+    """Returns True if this system supports the advice to use large pages."""
     return sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE")
 
 
 def empty_cache(devices: Iterable[torch.device]) -> None:
-    """Gives back GPU memory that torch keeps but does not use. Waits for these devices: torch unmaps pages of all
-    devices, and waits for the current one alone."""
+    """Releases GPU memory that torch caches but does not use. Synchronizes all given devices first, because torch
+    unmaps pages of all devices but synchronizes only the current one."""
     for device in devices:
         torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device = "cpu") -> Tensor:
-    """Returns an uninitialised tensor; large ones take memory only where they are written to, in large pages."""
+    """Returns an uninitialised tensor. Large tensors are in large pages, which take memory on first write."""
     size = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or size < 2 * _LARGE_PAGE or not large_pages():
         return torch.empty(shape, dtype=dtype, device=device)
@@ -53,8 +53,8 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.devi
 
 
 def is_shortage(error: BaseException) -> bool:
-    """True if the error reports that memory ran out. torch has no class for that on a CPU; cuBLAS and the driver have
-    names."""
+    """Returns True if the error reports that memory ran out. torch has no error class for that on a CPU; cuBLAS and the
+    driver have error names."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)
         and re.search("allocate memory|out of memory|OUT_OF_MEMORY|ALLOC_FAILED", str(error)) is not None)
@@ -62,7 +62,7 @@ def is_shortage(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(purpose: str, remedy: str, option: str | None = None) -> Iterator[None]:
-    """Turns a memory shortage in this block into a ConfigError with purpose, size and remedy."""
+    """Converts a memory shortage in its block into a ConfigError with purpose, size and remedy."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -75,13 +75,13 @@ def memory_for(purpose: str, remedy: str, option: str | None = None) -> Iterator
 
 
 class Arena:
-    """Byte tensors, one behind another in large pages. A chunk is freed when the last tensor in it dies."""
+    """Allocates consecutive byte tensors in chunks of large pages. A chunk is freed with the last tensor in it."""
 
     def __init__(self) -> None:
         self._chunk, self._used, self._lock = torch.empty(0, dtype=torch.uint8), 0, Lock()
 
     def take(self, size: int) -> Tensor:
-        """Returns uint8 [size], aligned to 64 bytes, not initialised. Thread-safe."""
+        """Returns an uninitialised tensor uint8 [size], aligned to 64 bytes. Thread-safe."""
         if size < _MIN_SIZE or not large_pages():
             raw = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
             skip = -raw.data_ptr() % _ALIGNMENT
@@ -97,7 +97,7 @@ class Arena:
 
 
 def _map(size: int) -> Tensor:
-    """Returns uint8 of at least `size` bytes, aligned to large pages, that take memory only once they are written."""
+    """Returns a uint8 tensor of at least `size` bytes, aligned to large pages. Pages take memory on first write."""
     whole = -(-size // _LARGE_PAGE) * _LARGE_PAGE
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     try:
@@ -113,7 +113,7 @@ class Guard:
     """Delays the release of private GPU memory pools.
 
     torch ends the process (a failed assertion in a destructor) if such a pool is released while any thread allocates
-    from one or records a graph. When an object dies is unpredictable, so its pool waits until no thread is inside.
+    from a pool or records a graph. Objects die at unpredictable times, so their pools wait until no thread is `inside`.
     """
 
     def __init__(self) -> None:
@@ -133,13 +133,13 @@ class Guard:
             self._clear()
 
     def leave(self, pool: list[torch.cuda.MemPool]) -> None:
-        """Releases the pool in this list, which must be the last reference, once no thread is inside. Never waits:
-        garbage collection may call it in a thread that has the lock."""
+        """Releases the pool in this list, which must be its last reference, when no thread is `inside`. Never blocks,
+        because garbage collection may call it in a thread that holds the lock."""
         self._released.append(pool.pop())
         self._clear()
 
     def _clear(self) -> None:
-        while self._released and self._lock.acquire(blocking=False):  # the owner checks again afterwards
+        while self._released and self._lock.acquire(blocking=False):  # the lock's owner checks again afterwards
             try:
                 if self._inside:
                     return
@@ -150,12 +150,12 @@ class Guard:
 
 @cache
 def guard() -> Guard:
-    """The process's guard; torch's memory is the process's too."""
+    """Returns the guard of this process. There is one, because torch's memory also belongs to the process."""
     return Guard()
 
 
 class Workspace:
-    """Allocations inside of `use` come from a pool of its own, which is released some time after this object died."""
+    """A private memory pool for allocations within `use`. It is released some time after this object dies."""
 
     def __init__(self) -> None:
         self._guard, self._pool = guard(), [torch.cuda.MemPool()]

@@ -1,6 +1,6 @@
-"""Keyed noise: a draw is a pure function of (seed, choice, position, token), so that no batch, schedule or speculation
-can change it. Counter-based, after splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
-2014). Used by every backend."""
+"""Keyed noise: a draw is a pure function of (seed, choice, position, token), so that batching, scheduling and
+speculation cannot change it. Counter-based, after splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+Generators, 2014). All backends use it."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def _finalise(word: int) -> int:
 
 
 def sample_key(seed: int, choice: int, position: int) -> int:
-    """Returns the int64 key of one draw. seed: any integer; only its low 64 bits count. choice: index of the
-    answer. position: of the drawn token."""
+    """Returns the int64 key of one draw. seed: any integer; only its low 64 bits are used. choice: index of the answer.
+    position: position of the drawn token."""
     return _mixed(seed, choice, position)
 
 
 def answer_key(seed: int, choice: int) -> int:
-    """Returns the key of an answer, from which `keys_at` makes the keys of its draws."""
+    """Returns the key of an answer; `keys_at` derives the keys of its draws from it."""
     return _mixed(seed, choice)
 
 
 def keys_at(answers: Tensor, positions: Tensor) -> Tensor:
-    """Returns `sample_key` of answers with these keys at these positions; int64, of broadcastable shapes."""
+    """Returns `sample_key` for answer keys and positions; both are int64 with broadcastable shapes."""
     return _finalise_words(answers + positions + _signed(_GOLDEN))
 
 
@@ -49,7 +49,7 @@ def _mixed(*parts: int) -> int:
 
 
 def _shift_right(words: Tensor, bits: int) -> Tensor:
-    """Shifts without the sign, unlike torch's own shift of int64."""
+    """Shifts in zeros, unlike torch's shift of int64, which copies the sign."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -60,7 +60,7 @@ def _finalise_words(words: Tensor) -> Tensor:
 
 
 def gumbel(key: Tensor, ids: Tensor) -> Tensor:
-    """Standard Gumbel noise: key [L] int64, ids [V] or [L, V] int64 (token ids) -> [L, V] float64, finite.
+    """Returns standard Gumbel noise: key [L] int64, ids [V] or [L, V] int64 (token ids) -> [L, V] float64, finite.
 
     z = splitmix64 finaliser of (key + id * 0x9E3779B97F4A7C15) mod 2^64; u = ((z >>> 11) + 0.5) * 2^-53;
     noise = -log(-log(u)). The largest z >>> 11 would round u to 1 and noise to infinity; there u = 1 - 2^-53.

@@ -1,4 +1,4 @@
-"""Which part of a tensor each device reads if a model is split over several (tensor parallel)."""
+"""Describes the part of each tensor that each device loads for tensor parallelism."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Ranges of the rows of a tensor (of the matrices, if it is a stack), or of its columns. None: all of it."""
+    """Ranges of rows (of matrices, for a stack) or of columns of a tensor. None: the whole tensor."""
 
     ranges: tuple[slice, ...] | None = None
     columns: bool = False
 
     @property
     def size(self) -> int:
-        """Rows or columns, if it is not all."""
+        """Number of rows or columns of a part that is not the whole tensor."""
         return sum(part.stop - part.start for part in self.ranges or ())
 
     def shape(self, whole: Shape) -> Shape:
@@ -30,7 +30,7 @@ class Part:
         return (*whole[:-1], self.size) if self.columns else (self.size, *whole[1:])
 
     def of(self, whole: Tensor) -> Tensor:
-        """Returns a view if it is one range of rows, otherwise a copy."""
+        """Returns this part of `whole`: a view for one range of rows, otherwise a copy."""
         if self.ranges is None:
             return whole
         axis = whole.dim() - 1 if self.columns else 0
@@ -43,20 +43,20 @@ WHOLE: Final = Part()
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The devices that share a model. parts(canonical name, shape): each device's part of a tensor; None: none."""
+    """The devices that share a model. parts(canonical name, shape): each device's part of a tensor, or None."""
 
     devices: tuple[torch.device, ...]
     parts: Callable[[str, Shape], Sequence[Part | None]]
 
     def own(self, name: str, shape: Shape) -> Iterator[tuple[int, Part]]:
-        """Yields the devices that have a part of a tensor."""
+        """Yields (device index, part) for the devices that have a part of a tensor."""
         for index, part in enumerate(self.parts(name, shape)):
             if part is not None:
                 yield index, part
 
     def cut(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[int, str, Tensor]]:
-        """Yields device, name and part, contiguous, of tensors that are whole in memory. Keeps no tensor after its last
-        part, so that the caller can free it."""
+        """Yields (device index, name, contiguous part) for tensors that are whole in memory. Keeps no reference to a
+        tensor after its last part, so that the caller can free it."""
         for name, tensor in tensors:
             own, whole = [*self.own(name, tuple(tensor.shape))], [tensor]
             del tensor
@@ -66,11 +66,11 @@ class Split:
 
 
 def _alone(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor on a device. On a GPU it is no view, which would keep the whole tensor in its memory."""
+    """Moves a tensor to a device. On a GPU it returns no view, which would keep the whole tensor in GPU memory."""
     found = tensor.contiguous().to(device)
     return found.clone() if device.type != "cpu" and found.untyped_storage().nbytes() > found.nbytes else found
 
 
 def one_device(device: str | torch.device) -> Split:
-    """Returns a split of all tensors to one device."""
+    """Returns a split that puts all tensors on one device."""
     return Split((torch.device(device),), lambda name, shape: (WHOLE,))

@@ -1,4 +1,4 @@
-"""Packed matrices: quantized blocks, or plain numbers in the order that the compiled kernels read."""
+"""Packed matrices: quantized blocks, or unquantized numbers, in the memory order of the compiled kernels."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from deltic.ops.memory import Arena
 
 PLAIN_TYPES = {torch.float32: ("F32", 0), torch.float16: ("F16", 1), torch.bfloat16: ("BF16", 30)}
-"""Name and number of a dtype's GGUF type."""
+"""Name and number of the GGUF type for each dtype."""
 PANEL = 16
-"""Rows that are packed together."""
+"""Number of rows that are packed together."""
 _PIECE_BYTES = 1 << 19
-"""Bytes that are read and packed at once. Formats of checkpoints unpack them to several times as many."""
+"""Bytes that are read and packed at once. Checkpoint formats may unpack to several times this size."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,11 +44,11 @@ class QTensor:
         return self.data.numel()
 
     def room_for(self, rows: int) -> QTensor:
-        """Returns an empty matrix of this form with so many rows, a multiple of PANEL, for `put` to fill."""
+        """Returns an empty matrix of this format for `put` to fill. rows: a multiple of PANEL."""
         return self._with(rows, self.columns, Arena().take(self.nbytes // -(-self.rows // PANEL) * (rows // PANEL)))
 
     def put(self, places: Tensor, source: QTensor, rows: Tensor) -> None:
-        """Overwrites the rows `places` [N] with the rows `rows` [N] of a matrix of the same form, all int64."""
+        """Overwrites rows `places` [N] with rows `rows` [N] of a matrix of the same format. Both are int64."""
         from deltic.ops.cpu.library import library
 
         places, rows = places.contiguous(), rows.contiguous()
@@ -56,7 +56,7 @@ class QTensor:
                                    places.data_ptr())
 
     def row_view(self, first: int, end: int) -> QTensor:
-        """Returns a view of the rows from `first`, a multiple of PANEL, to `end`, a multiple or the last one."""
+        """Returns a view of rows first .. end - 1. Both are multiples of PANEL, or end is the number of rows."""
         assert first % PANEL == 0 and (end % PANEL == 0 or end == self.rows)
         size = self.nbytes // -(-self.rows // PANEL)
         return self._with(end - first, self.columns, self.data[first // PANEL * size:-(-end // PANEL) * size])
@@ -66,7 +66,7 @@ class QTensor:
                        matrix=self.matrix.__class__(self.matrix.type, rows, columns, data.data_ptr()))
 
     def joined(self, other: QTensor) -> QTensor | None:
-        """Returns one matrix with the rows of both, if that is worth a copy."""
+        """Returns one matrix with the rows of both if a copy is worthwhile, else None."""
         return None
 
     def lookup(self, ids: Tensor) -> Tensor:
@@ -85,14 +85,14 @@ class QTensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedForm:
-    """The form of quantized matrices on a device.
+    """The packed format of matrices on a device.
 
     pack(type, number, rows, columns, bytes of a row, read) -> matrix, as `pack_rows`.
     serves(type, columns): True if such a matrix can stay packed.
-    dtype: of other matrices, and of convolutions. device: of all tensors.
-    stack(type, number, count, rows, columns, bytes of a row, read) -> `count` consecutive matrices; None: they are
-    packed one by one.
-    placed: other forms, by the names of the tensors that have them.
+    dtype: of other matrices and of convolutions. device: of all tensors.
+    stack(type, number, count, rows, columns, bytes of a row, read) -> `count` consecutive matrices. None: matrices
+    are packed one by one.
+    placed: different formats for single tensors, by tensor name.
     """
 
     pack: Callable[[str, int, int, int, int, Callable[[int, int], Any]], QTensor]
@@ -103,30 +103,30 @@ class PackedForm:
     placed: Mapping[str, PackedForm] = field(default_factory=dict)
 
     def of(self, name: str) -> PackedForm:
-        """Returns the form of a tensor."""
+        """Returns the format of the tensor `name`."""
         return self.placed.get(name, self)
 
     def put(self, name: str, tensor: Tensor) -> Tensor:
-        """Returns a plain tensor where its form has it."""
+        """Moves an unquantized tensor to the device of its format."""
         return tensor.to(self.placed[name].device) if name in self.placed else tensor
 
 
 def read_from(read: Callable[[int, int], Any], first: int, start: int, count: int) -> Any:
-    """Calls `read` with an offset that is counted from `first`."""
+    """Calls `read` with `start` relative to `first`."""
     return read(first + start, count)
 
 
 def host_form(arena: Arena | None = None) -> PackedForm:
-    """Returns the form of the CPU kernels; the matrices lie in one arena."""
+    """Returns the format of the CPU kernels, with all matrices in one arena."""
     return PackedForm(partial(pack_rows, arena=arena or Arena()), lambda type, columns: type != "FP8", torch.float32,
                 torch.device("cpu"))
 
 
 def pack_rows(type: str, number: int, rows: int, columns: int, row_bytes: int, read: Callable[[int, int], Any],
               arena: Arena) -> QTensor:
-    """Packs a matrix whose rows take `row_bytes` in a file or tensor. read(start, count): returns its bytes as a
-    contiguous uint8 array or tensor. Packs piece by piece, so that little memory is needed beyond the result, which
-    lies in the arena."""
+    """Packs a matrix with rows of `row_bytes` bytes in a file or tensor into the arena. read(start, count): returns its
+    bytes as a contiguous uint8 array or tensor. Packs piece by piece, so that it needs little memory besides the
+    result."""
     from deltic.ops.cpu.library import MatrixStruct, library
 
     size = library().deltic_packed_bytes(number, rows, columns)

@@ -1,10 +1,10 @@
-"""Every op in naive torch: the oracle that other backends are compared with. Never optimized.
+"""Implements every op in naive torch. Tests compare the other backends with this oracle. It is never optimized.
 
 Precision: float64 inputs are computed in float64, all others in float32. Results are rounded to the input's
 dtype after each linear map, the convolution, the delta rule, each norm, the rotation, the softmax average and
-each product with a gate, and nowhere in between. A token's value never depends on its batch, bit for bit: all that
-rounds in an order of the library's choice runs token by token, in shapes that depend on the token's own sequence
-only. All rows read their slots before any row writes.
+each product with a gate, and nowhere else. A token's value does not depend on its batch, bit for bit: operations
+for which the library chooses the order of additions run token by token, in shapes that depend only on the token's
+own sequence. All rows read their slots before any row writes.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ from deltic.ops.types import (
 from deltic.params import ring_base
 
 UNIT_EPS = 1e-6
-"""Added to the squared length of queries and keys of the delta rule, as the checkpoints were trained."""
+"""Added to the squared norm of the delta rule's queries and keys, as in the training of the checkpoints."""
 HEALTHY_SPREAD = 1e-6
-"""Logits that differ by less are a constant: no model says that."""
+"""Logits with a smaller range count as constant, which no working model returns."""
 _WHOLE = 64
-"""Libraries process rows and numbers in groups. A multiple of this size fills all groups."""
+"""Libraries process rows and numbers in groups. A multiple of this size fills every group."""
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """The dtype that `x` is computed in."""
+    """Returns the dtype in which ops on `x` compute."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def each_token(function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
-    """The function of one token at a time, [T, ...], as wide as the first column: in a longer tensor a vectorised
+    """Applies the function to one token at a time and stacks the results [T, ...]. In a longer tensor, a vectorised
     exponential or sum rounds differently in the middle and at the end."""
     return torch.stack([function(*token) for token in zip(*columns, strict=True)]) if len(columns[0]) else columns[0]
 
 
 def pointwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The function of every number of x, with the same bits in a tensor of any shape: the last numbers of a tensor are
-    not computed in vectors, and round differently."""
+    """Applies the function to every number of x, with the same bits for any shape of x. Without padding, the last
+    numbers of a tensor are not computed in vectors and round differently."""
     if x.device.type != "cpu" or (x.is_contiguous() and x.numel() % _WHOLE == 0):
         return function(x)
     flat = x.reshape(-1)
@@ -79,33 +79,33 @@ def pointwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def project(x: Tensor, weight: Weight) -> Tensor:
-    """x [T, in], weight [out, in] -> [T, out] in the wide dtype."""
+    """Returns x weightᵀ. x [T, in], weight [out, in] -> [T, out] in the wide dtype."""
     if isinstance(weight, tuple):
         return torch.cat([project(x, block) for block in weight], dim=-1)
     plain = unpacked(weight)
-    # Full groups of rows: the library adds in another order in a partial group.
+    # Pads to full groups of rows: the library adds in another order in a partial group.
     matrix = functional.pad(plain.to(wide(x)), (0, 0, 0, -len(plain) % _WHOLE))
     result = x.new_empty(len(x), len(weight), dtype=wide(x))
     for token, vector in enumerate(x.to(wide(x))):
-        # A copy has the same alignment for every token, on which the library's order of additions depends.
+        # A copy has the same alignment for every token; the library's order of additions depends on it.
         result[token] = (matrix @ vector.clone())[:len(plain)]
     return result
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
-    """x [T, in], weight [out, in] or row blocks of it -> x weightᵀ [T, out] in x's dtype."""
+    """Returns x weightᵀ. x [T, in], weight [out, in] or its row blocks -> [T, out] in x's dtype."""
     return project(x, weight).to(x.dtype)
 
 
 def row_parallel(x: Tensor, weight: Weight, shards: int = 1, runs: int = 1) -> Tensor:
-    """x [T, in], weight [out, in] -> x weightᵀ [T, out], in the order of `ops.slices`: in x's dtype, or of one of
-    several shards in the wide dtype."""
+    """Returns x weightᵀ, summed in the order of `ops.slices`. x [T, in], weight [out, in] -> [T, out] in x's dtype; for
+    one of several shards, in the wide dtype."""
     total = tree_sum(slice_products(project, x, weight, shards, runs))
     return total.to(x.dtype) if shards == 1 else total
 
 
 def rms_norm(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
-    """x [..., D], scale [D] -> scale * x / sqrt(mean(x²) + eps), rounded once to x's dtype; without a scale x."""
+    """Returns scale * x / sqrt(mean(x²) + eps), rounded once to x's dtype, or x without a scale. x [..., D]."""
     if scale is None:
         return x
     values = x.to(wide(x))
@@ -114,31 +114,31 @@ def rms_norm(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
 
 
 def pack(weight: Tensor, table: bool) -> Block:
-    """weight [out, in] as it is."""
+    """Returns the weight [out, in] unchanged."""
     return weight
 
 
 def embed(ids: Tensor, weight: Block, dtype: torch.dtype) -> Tensor:
-    """ids [T], weight [V, H] -> [T, H]."""
+    """Looks up embeddings. ids [T], weight [V, H] -> [T, H]."""
     return (weight.lookup(ids) if isinstance(weight, QTensor) else weight[ids]).to(dtype)
 
 
 def mtp_step(ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) -> MtpStep | None:
-    """The ops are called one by one."""
+    """Returns None: the ops are called one by one."""
 
 
 def step(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> None:
-    """The ops are called one by one."""
+    """Returns None: the ops are called one by one."""
 
 
 def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """residual, delta [T, H], weight [H] -> (residual + delta, its RMS norm) in residual's dtype."""
+    """Returns (residual + delta, its RMS norm) in residual's dtype. residual, delta [T, H], weight [H]."""
     total = residual.clone() if delta is None else residual + delta.to(residual.dtype)
     return total, each_token(lambda token: rms_norm(token, weight, eps), total)
 
 
 def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
-    """x [T, H] -> down(silu(gate) * up) [T, H]."""
+    """Returns down(silu(gate) * up) [T, H] for x [T, H]."""
     return row_parallel(_gated(x, weights), weights.down, weights.shards)
 
 
@@ -148,8 +148,8 @@ def _gated(x: Tensor, weights: MlpWeights) -> Tensor:
 
 
 def moe(x: Tensor, weights: MoeWeights) -> Tensor:
-    """x [T, H] -> the sum of each token's experts [T, H]. The best expert of a slice comes first, the shared expert's
-    slice last."""
+    """Returns the sum of each token's experts [T, H] for x [T, H]. Adds the experts of a slice from best to worst, and
+    then the slices of the shared expert."""
     assert isinstance(weights.experts, tuple)
     logits = project(x, weights.router)
     count, places = logits.shape[1] - (weights.shared is not None), expert_slices(len(weights.experts), weights.shards)
@@ -173,7 +173,7 @@ def moe(x: Tensor, weights: MoeWeights) -> Tensor:
 
 
 def head(x: Tensor, weight: Weight) -> Tensor:
-    """x [L, H], weight [V, H] -> logits [L, V]: float32, or float64 for float64 inputs."""
+    """Computes logits. x [L, H], weight [V, H] -> [L, V] float32, or float64 for float64 inputs."""
     return project(x, weight)
 
 
@@ -181,16 +181,16 @@ def head(x: Tensor, weight: Weight) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """x [..., D] -> x / sqrt(|x|² + 1e-6), in x's dtype."""
+    """Returns x / sqrt(|x|² + 1e-6), in x's dtype, for x [..., D]."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
 
 
 def short_conv(ring: Tensor, chunk: Tensor, done: int, weight: Tensor) -> Tensor:
-    """Causal depthwise convolution and silu.
+    """Computes the causal depthwise convolution and silu -> [n, C] in the chunk's dtype.
 
-    ring [W, C]: raw inputs, that of position p at place p mod W. chunk [n, C]: raw inputs of positions done,
-    done + 1, ... weight [C, K]: the last tap meets the token itself. -> [n, C] in the chunk's dtype.
-    Inputs before position 0 are zero, whatever the ring holds.
+    ring [W, C]: raw inputs; the input of position p is at index p mod W. chunk [n, C]: raw inputs of positions done,
+    done + 1, ... weight [C, K]: the last tap multiplies the token itself.
+    Inputs before position 0 count as zero; the ring's numbers there are ignored.
     """
     taps, result = weight.to(wide(chunk)), torch.empty_like(chunk)
     for token in range(len(chunk)):
@@ -205,9 +205,9 @@ def short_conv(ring: Tensor, chunk: Tensor, done: int, weight: Tensor) -> Tensor
 
 
 def advance_conv(ring: Tensor, chunk: Tensor, done: int, length: int) -> Tensor:
-    """A copy of the ring [W, C] with positions done .. length - 1 taken from the chunk [n, C].
+    """Returns a copy of the ring [W, C] with positions done .. length - 1 taken from the chunk [n, C].
 
-    With done = 0 nothing is read from the old ring; places of positions before 0 become zero.
+    If done = 0, the old ring is not read, and entries of positions before 0 become zero.
     """
     result = ring.clone() if done else torch.zeros_like(ring)
     for position in range(done, length):
@@ -216,8 +216,8 @@ def advance_conv(ring: Tensor, chunk: Tensor, done: int, length: int) -> Tensor:
 
 
 def spread(x: Tensor, heads: int, tiled: bool = False) -> Tensor:
-    """x [..., few heads, D] -> [..., heads, D]: each head serves as many consecutive ones; tiled: the few heads follow
-    each other again and again."""
+    """Repeats the heads of x [..., fewer heads, D] -> [..., heads, D]: each one in consecutive places (0, 0, 1, 1);
+    tiled: the whole sequence of heads again and again (0, 1, 0, 1)."""
     if tiled:
         return torch.cat([x] * (heads // x.shape[-2]), dim=-2)
     return x.repeat_interleave(heads // x.shape[-2], dim=-2)
@@ -225,11 +225,11 @@ def spread(x: Tensor, heads: int, tiled: bool = False) -> Tensor:
 
 def gated_delta_step(state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
                      ) -> tuple[Tensor, Tensor, Tensor]:
-    """One token of the gated delta rule (arXiv 2412.06464, equation 10).
+    """Computes one token of the gated delta rule (arXiv 2412.06464, equation 10).
 
     state [Hv, Dk, Dv]; query, key [Hk, Dk], normalised; value [Hv, Dv]; decay a = exp(g) and beta [Hv].
-    S ← a S; u = β (v - Sᵀ k); S ← S + k uᵀ; o = Sᵀ q / √Dk. -> (new state, o [Hv, Dv], u [Hv, Dv]); the state
-    given is kept.
+    S ← a S; u = β (v - Sᵀ k); S ← S + k uᵀ; o = Sᵀ q / √Dk. -> (new state, o [Hv, Dv], u [Hv, Dv]); does not
+    change the given state.
     """
     heads = len(value)
     query, key = spread(query, heads)[..., None], spread(key, heads)[..., None]
@@ -241,10 +241,10 @@ def gated_delta_step(state: Tensor, query: Tensor, key: Tensor, value: Tensor, d
 
 
 def fold(state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor) -> Tensor:
-    """Bring a state forward by n entries, oldest first: S ← a S + k uᵀ; the state given is kept.
+    """Applies n log entries to a state, oldest first: S ← a S + k uᵀ. Does not change the given state.
 
     state [Hv, Dk, Dv]; keys [n, Hk, Dk], updates [n, Hv, Dv], decays [n, Hv]. The two roundings per element
-    are those of `gated_delta_step`, so the result has the same bits as the steps that made the entries.
+    are those of `gated_delta_step`, so the result has the same bits as the steps that wrote the entries.
     """
     for key, update, decay in zip(keys, updates, decays, strict=True):
         state = state * decay[:, None, None]
@@ -254,7 +254,7 @@ def fold(state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor) -> Tensor
 
 @dataclass(frozen=True, slots=True)
 class DeltaRun:
-    """outputs, updates [n, Hv, Dv]. states: by number of tokens taken, [Hv, Dk, Dv] each."""
+    """The result of `gated_delta`. outputs, updates [n, Hv, Dv]. states [Hv, Dk, Dv]: by number of processed tokens."""
 
     outputs: Tensor
     updates: Tensor
@@ -265,9 +265,9 @@ def gated_delta(
     state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor,
     wanted: tuple[int, ...] = (),
 ) -> DeltaRun:
-    """`gated_delta_step` over n tokens: query, key [n, Hk, Dk], value [n, Hv, Dv], decay, beta [n, Hv].
+    """Runs `gated_delta_step` over n tokens: query, key [n, Hk, Dk], value [n, Hv, Dv], decay, beta [n, Hv].
 
-    The states after 0, n and each of the `wanted` numbers of tokens are kept.
+    The result contains the states after 0, n and each of the `wanted` numbers of tokens.
     """
     tokens = len(value)
     outputs, updates, states = torch.empty_like(value), torch.empty_like(value), {0: state}
@@ -283,13 +283,13 @@ def gated_delta_replay(
     state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor,
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """One token's (output, update), [Hv, Dv] each, from a state and the n entries after it, in low-rank form.
+    """Returns one token's (output, update), [Hv, Dv] each, from a state and the n entries after it, in low-rank form.
 
     Shapes as in `fold` (entries) and `gated_delta_step` (token). With D_i the product of the decays after
-    entry i, the token's own included:
+    entry i, including the token's own decay:
     u = β (v - D_0 Sᵀ k - Σ D_i (k_i·k) u_i), o = (D_0 Sᵀ q + Σ D_i (k_i·q) u_i + (k·q) u) / √Dk.
-    D is a product from newest to oldest: a ratio of prefix products divides by zero once they underflow.
-    Equal to `fold` and step by rounding only.
+    D is a product from newest to oldest: a ratio of prefix products would divide by zero after an underflow.
+    Differs from `fold` and `gated_delta_step` only by rounding.
     """
     heads = len(value)
     query, key = spread(query, heads) / state.shape[-2] ** 0.5, spread(key, heads)
@@ -307,8 +307,8 @@ def gated_delta_replay(
 
 
 def next_base(base: int, done: int, chunk: int, append: bool) -> int:
-    """How many tokens a row's target state has folded in after a step: the `base` of its next one, below which rejected
-    tokens never move its `done`. ValueError if a chunk that is to be appended is longer than a ring."""
+    """Returns the number of tokens in a row's target state after a step, which is `base` of its next step. Rejected
+    tokens never move `done` below it. Raises ValueError if a chunk to append is longer than a ring."""
     if append and chunk > RING:
         raise ValueError(f"a chunk of {chunk} tokens does not fit a replay ring of {RING}")
     return ring_base(base, done, chunk) if append else done + chunk
@@ -346,8 +346,8 @@ def _rows(batch: Batch) -> list[_BatchRow]:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A row's chunk: raw conv inputs [n, C]; in the wide dtype normalised query, key [n, Hk or Hv, Dk] (Hv: already
-    spread), value [n, Hv, Dv], decay, beta [n, Hv]."""
+    """Inputs of a row's chunk: raw conv inputs [n, C]; in the wide dtype normalised query, key [n, Hk or Hv, Dk] (Hv:
+    already spread), value [n, Hv, Dv], decay, beta [n, Hv]."""
 
     raw: Tensor
     query: Tensor
@@ -358,8 +358,8 @@ class _Taken:
 
 
 def _split_heads(mixed: Tensor, spec: GdnSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """mixed [n, C] -> normalised query and key [n, Hk, Dk] (tiled: spread to [n, Hv, Dk]), value [n, Hv, Dv], in the
-    wide dtype."""
+    """Splits mixed [n, C] into normalised query and key [n, Hk, Dk] (tiled: spread to [n, Hv, Dk]) and value [n, Hv,
+    Dv], in the wide dtype."""
     query, key, value = torch.split(mixed.to(wide(mixed)), [spec.keys, spec.keys, spec.values], dim=-1)
     query, key = (each_token(unit, x.reshape(-1, spec.key_heads, spec.key_dim)) for x in (query, key))
     if spec.tiled:
@@ -368,30 +368,30 @@ def _split_heads(mixed: Tensor, spec: GdnSpec) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decay_gate(a: Tensor, decay: Tensor, dt_bias: Tensor) -> Tensor:
-    """a, decay, dt_bias [Hv] -> exp(decay * softplus(a + dt_bias)) in a's wide dtype; decay is -exp(A_log)."""
+    """Returns exp(decay * softplus(a + dt_bias)) in a's wide dtype. a, decay, dt_bias [Hv]; decay is -exp(A_log)."""
     steps = pointwise(functional.softplus, a.to(wide(a)) + dt_bias.to(wide(a)))
     return pointwise(torch.exp, decay.to(wide(a)) * steps)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Of any shape; in the wide dtype."""
+    """Returns the sigmoid of x [...] in the wide dtype."""
     return pointwise(torch.sigmoid, x.to(wide(x)))
 
 
 def silu(x: Tensor) -> Tensor:
-    """Of any shape; in the wide dtype."""
+    """Returns silu of x [...] in the wide dtype."""
     return pointwise(functional.silu, x.to(wide(x)))
 
 
 def gated_norm(x: Tensor, gate: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """x, gate [..., D], scale [D] -> rms_norm(x) * silu(gate), rounded once to x's dtype."""
+    """Returns rms_norm(x) * silu(gate), rounded once to x's dtype. x, gate [..., D], scale [D]."""
     normalised = rms_norm(x.to(wide(x)), scale, eps)
     return (normalised * silu(gate)).to(x.dtype)
 
 
 def load_state(state: StateView, slot: int, ring: int, base: int, done: int) -> tuple[Tensor, Tensor]:
-    """State [Hv, Dk, Dv] and convolution ring [W, C] as of `done` tokens, in new memory: those of the slot, which is as
-    of `base` (0: zero), brought forward by entries base .. done - 1 of the ring unit. The state in the wide dtype."""
+    """Returns copies of the state [Hv, Dk, Dv], in the wide dtype, and convolution ring [W, C] at `done` tokens:
+    applies entries base .. done - 1 of delta log `ring` to the slot, which contains `base` tokens (0: zero state)."""
     slots = state.recurrent
     recurrent = slots[slot].to(wide(slots), copy=True) if base else torch.zeros_like(slots[slot], dtype=wide(slots))
     if base == done:
@@ -405,7 +405,7 @@ def load_state(state: StateView, slot: int, ring: int, base: int, done: int) -> 
 
 
 def flush_delta_log(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:
-    """Slot `target` becomes slot `source` as of `done` tokens, in every layer."""
+    """Writes the state at `done` tokens, computed from slot `source`, to slot `target` in every layer."""
     for state in states:
         state.recurrent[target], state.conv[target] = load_state(state, source, ring, base, done)
 
@@ -425,7 +425,7 @@ def _append_entries(row: _BatchRow, taken: _Taken, run: DeltaRun, ring: DeltaLog
 
 
 def _write_row(row: _BatchRow, taken: _Taken, run: DeltaRun, conv: Tensor, state: StateView) -> None:
-    """conv: the convolution ring before the chunk, since another row may have written to the source already."""
+    """Writes a row's slots and log entries. conv: the ring before the chunk, as the source may be overwritten."""
     after = next_base(row.base, row.done, row.chunk, row.append)
     written = [(after, row.target)] if after > row.base else []
     for length, slot in (*written, *row.checkpoints):
@@ -437,7 +437,7 @@ def _write_row(row: _BatchRow, taken: _Taken, run: DeltaRun, conv: Tensor, state
 
 
 def gdn_core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
-    """What lies between a layer's projections: proj [T, C + values + 2 Hv] -> [T, values]."""
+    """Computes a layer between its projections: proj [T, C + values + 2 Hv] -> [T, values]."""
     spec = weights.spec
     state.check_order(spec)
     sizes = [spec.channels, spec.values, spec.value_heads, spec.value_heads]
@@ -459,9 +459,9 @@ def gdn_core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) 
 
 
 def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
-    """x [T, H] -> [T, H]: a Gated DeltaNet layer between its norm and its residual (arXiv 2412.06464).
+    """Computes a Gated DeltaNet layer between its norm and its residual: x [T, H] -> [T, H] (arXiv 2412.06464).
 
-    Written for each row: the target slot, unless it stays as of `base`; with append, the chunk's ring entries; each
+    Writes for each row: the target slot, unless it stays at `base`; with append, the chunk's ring entries; each
     emit slot. Ring entries are not rounded, so a replayed state has the bits of the plain recurrence.
     """
     mixed = gdn_core(linear(x, weights.in_proj), weights, state, batch)
@@ -472,14 +472,14 @@ def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) ->
 
 
 def frequency_axis(index: int, sections: tuple[int, ...]) -> int:
-    """Which of (temporal, height, width) turns frequency `index`: axes 1 and 2 take every third one while
-    their section lasts, time has the rest (M-RoPE, interleaved)."""
+    """Returns the position axis (0 temporal, 1 height, 2 width) of frequency `index`. Axes 1 and 2 take every third
+    frequency up to the size of their section; axis 0 takes the rest (interleaved M-RoPE)."""
     axis = index % 3
     return axis if sections and index < 3 * sections[axis] else 0
 
 
 def rope(positions: Tensor, spec: RopeSpec) -> Rope:
-    """positions [3, T] int64 -> cos, sin [T, rotary_dim] float32, as transformers computes them."""
+    """Computes rotary tables as transformers does. positions [3, T] int64 -> cos, sin [T, rotary_dim] float32."""
     pairs = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device=positions.device)
     factors = torch.tensor(spec.factors or 1.0, device=positions.device)
     frequencies = 1.0 / spec.theta ** (pairs / spec.rotary_dim) / factors
@@ -490,7 +490,7 @@ def rope(positions: Tensor, spec: RopeSpec) -> Rope:
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotary embedding (arXiv 2104.09864) of the leading dimensions; pairs are half of them apart.
+    """Applies rotary embedding (arXiv 2104.09864) to the leading rotary_dim dimensions, in split halves.
 
     x [T, heads, D] -> the same shape and dtype.
     """
@@ -502,9 +502,9 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 def attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """One token: query [heads, D]; keys, values [n, kv_heads, D], its own last -> [heads, D], query's dtype.
+    """Computes attention of one token, in query's dtype: query [heads, D], keys, values [n, kv_heads, D] -> [heads, D].
 
-    Softmax of q·k / √D over all n; each K/V head serves heads / kv_heads consecutive heads.
+    Softmax of q·k / √D over all n entries, the token's own last; each K/V head serves heads / kv_heads query heads.
     """
     heads, dtype = len(query), wide(query)
     scores = (spread(keys.to(dtype), heads) * query.to(dtype)).sum(-1) * query.shape[-1] ** -0.5
@@ -513,7 +513,7 @@ def attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _project_heads(x: Tensor, weights: AttentionWeights) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """x [T, H] -> query and gate [T, heads, D], key and value [T, kv_heads, D], before norm and rotation."""
+    """Projects x [T, H] to query and gate [T, heads, D], key and value [T, kv_heads, D], before norm and rotation."""
     spec, parts = weights.spec, 2 if weights.spec.gate else 1
     sizes = [parts * spec.queries, spec.kv, spec.kv]
     bias = 0.0 if weights.bias is None else weights.bias.to(wide(x))
@@ -524,7 +524,7 @@ def _project_heads(x: Tensor, weights: AttentionWeights) -> tuple[Tensor, Tensor
 
 
 def _read_context(pool: Tensor, pages: Tensor, length: int) -> Tensor:
-    """pool [pages, PAGE, kv_heads, D], pages [P] -> the row's first entries, [length, kv_heads, D]."""
+    """Reads a row's first `length` entries. pool [pages, PAGE, kv_heads, D], pages [P] -> [length, kv_heads, D]."""
     entries = [pool[int(pages[index // PAGE]), index % PAGE] for index in range(length)]
     read = {torch.uint8: read_int4, torch.int8: read_int8}.get(pool.dtype)
     return torch.stack([read(entry) for entry in entries] if read else entries)
@@ -532,8 +532,8 @@ def _read_context(pool: Tensor, pages: Tensor, length: int) -> Tensor:
 
 @cache
 def hadamard(size: int) -> Tensor:
-    """[size, size] float64: x @ hadamard rotates rows. Row i of the Hadamard matrix has the sign of a bent function:
-    the parity of the pairs of neighbouring bits of i that are both set, which keeps equal numbers from adding up."""
+    """Returns the rotation [size, size] float64 for x @ hadamard: row i of a Hadamard matrix, with the sign of a bent
+    function (parity of the pairs of neighbouring bits of i that are both set), so that equal numbers do not add up."""
     def sign(row: int, column: int) -> int:
         pairs = sum(row >> bit & row >> bit + 1 & 1 for bit in range(0, size.bit_length(), 2))
         return -1 if ((row & column).bit_count() + pairs) % 2 else 1
@@ -549,7 +549,7 @@ def _level(code: int, bits: int) -> float:
 
 
 def _nearest_levels(numbers: list[float], scale: float, bits: int) -> list[int]:
-    """numbers: in units of the levels; each one's code if the levels are multiplied by the scale."""
+    """Returns the code of the level * scale that is nearest to each number. numbers: in units of the levels."""
     half, codes = 2 ** (bits - 1), list[int]()
     for number in numbers:
         w = min(max(number / scale / (2 * half**3), -1.5), 1.5)
@@ -559,7 +559,7 @@ def _nearest_levels(numbers: list[float], scale: float, bits: int) -> list[int]:
 
 
 def write_int4(x: Tensor, bits: int) -> Tensor:
-    """x [kv_heads, D] -> bytes [kv_heads, D * bits / 8 + 2], rotated and rounded (`ops/kv`)."""
+    """Rotates and rounds x [kv_heads, D] -> bytes [kv_heads, D * bits / 8 + 2] (see `ops/kv`)."""
     low, high, scales = list[int](), list[int](), list[float]()
     for head in x.double() @ hadamard(x.shape[-1]):
         unit = float(head.abs().max()) / _level(2**bits - 1, bits)
@@ -582,9 +582,9 @@ def write_int4(x: Tensor, bits: int) -> Tensor:
 
 
 def read_int4(stored: Tensor) -> Tensor:
-    """bytes as of write_int4 -> [kv_heads, D] float64, rotated back."""
+    """Decodes bytes that `write_int4` returned -> [kv_heads, D] float64, rotated back."""
     heads, width = stored.shape
-    bits, flat = 4 if (width - 2) % 5 else 5, stored.flatten().tolist()  # of so many numbers as a power of two
+    bits, flat = 4 if (width - 2) % 5 else 5, stored.flatten().tolist()  # as D is a power of two
     size = (width - 2) * 8 // bits
     scales = stored.flatten()[-2 * heads:].clone().view(torch.bfloat16)
     codes = torch.tensor([[flat[(head * size + i) // 2] >> i % 2 * 4 & 15 for i in range(size)]
@@ -598,7 +598,7 @@ def read_int4(stored: Tensor) -> Tensor:
 
 
 def write_int8(x: Tensor) -> Tensor:
-    """x [kv_heads, D] -> bytes [kv_heads, D + 4]: codes, then scales (`ops/kv`)."""
+    """Rounds x [kv_heads, D] -> bytes [kv_heads, D + 4]: codes, then scales (see `ops/kv`)."""
     codes, scales = list[int](), list[float]()
     for head in x.double():
         scale = float(head.abs().max()) / 127
@@ -609,7 +609,7 @@ def write_int8(x: Tensor) -> Tensor:
 
 
 def read_int8(stored: Tensor) -> Tensor:
-    """bytes that write_int8 gives -> [kv_heads, D] float64."""
+    """Decodes bytes that `write_int8` returned -> [kv_heads, D] float64."""
     heads, width = stored.shape
     codes, scales = stored.flatten().split((heads * (width - 4), heads * 4))
     units = scales.clone().view(torch.float32).double()
@@ -617,29 +617,29 @@ def read_int8(stored: Tensor) -> Tensor:
 
 
 def _store(key: Tensor, value: Tensor, k_norm: Tensor | None, eps: float, kv: KvView, batch: Batch, rope: Rope) -> None:
-    """key, value [T, kv_heads, D], before norm and rotation."""
+    """Stores key, value [T, kv_heads, D]. Both are given before norm and rotation."""
     key = rotate(each_token(lambda heads: rms_norm(heads, k_norm, eps), key), rope)
     for pool, rows, bits in ((kv.keys, key, 5), (kv.values, value, 4)):
         if pool.dtype == torch.uint8:
             rows = torch.stack([write_int4(entry, bits) for entry in rows])
         if pool.dtype == torch.int8:
             rows = torch.stack([write_int8(entry) for entry in rows])
-        if pool.dtype == torch.float8_e4m3fn:  # has no infinity; torch moves only its bytes
+        if pool.dtype == torch.float8_e4m3fn:  # it has no infinity, and torch can only index its bytes
             pool, rows = pool.view(torch.uint8), rows.clamp(-448, 448).to(pool.dtype).view(torch.uint8)
         pool.view(-1, *rows.shape[1:])[batch.store] = rows.to(pool.dtype)
 
 
 def store_kv(x: Tensor, weight: Weight, k_norm: Tensor | None, spec: AttentionSpec, kv: KvView, batch: Batch,
              rope: Rope) -> None:
-    """x [T, H], weight [2 * kv, H]: keys and values of all tokens, as attention_mixer stores them."""
+    """Stores keys and values of all tokens as attention_mixer does. x [T, H], weight [2 * kv, H]."""
     key, value = linear(x, weight).unflatten(-1, (2, spec.kv_heads, spec.head_dim)).unbind(1)
     _store(key, value, k_norm, spec.eps, kv, batch, rope)
 
 
 def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Batch, rope: Rope) -> Tensor:
-    """x [T, H] -> [T, H]: a gated attention layer between its norm and its residual.
+    """Computes a gated attention layer between its norm and its residual: x [T, H] -> [T, H].
 
-    Keys are stored after norm and rotation, in the view's dtype, and read back from there, the new ones too.
+    Stores keys after norm and rotation, in the view's dtype. All keys are read from the cache, including new ones.
     """
     query, gate, key, value = _project_heads(x, weights)
     eps = weights.spec.eps
@@ -650,7 +650,7 @@ def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Bat
         keys, values = (_read_context(pool, batch.pages[index], row.done + row.chunk)
                         for pool in (kv.keys, kv.values))
         for end, token in enumerate(range(row.tokens.start, row.tokens.stop), row.done + 1):
-            # K/V heads one by one: the sums of one do not depend on the number of others
+            # K/V heads one by one: the sums of a head do not depend on the number of heads
             output[token] = torch.cat([attention(part, keys[:end, head:head + 1], values[:end, head:head + 1])
                                        for head, part in enumerate(query[token].chunk(weights.spec.kv_heads))])
     if gate is not None:
@@ -662,17 +662,17 @@ def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Bat
 
 
 def ranked(scores: Tensor) -> Tensor:
-    """scores [V] -> token ids [V], best first, the lower id first among equals."""
+    """Returns token ids [V] in descending order of scores [V]; among equal scores the lower id comes first."""
     return torch.sort(scores, descending=True, stable=True).indices
 
 
 def is_healthy(logits: Tensor) -> bool:
-    """logits [V]: all finite, and not all the same."""
+    """Returns True if logits [V] are all finite and not all equal."""
     return bool(logits.isfinite().all() and logits.max() - logits.min() >= HEALTHY_SPREAD)
 
 
 def apply_adjust(logits: Tensor, adjust: Adjust | None) -> Tensor:
-    """logits [L, V] -> a copy after the repetition penalties, then the offsets, in the logits' dtype."""
+    """Returns a copy of logits [L, V] with repetition penalties and then offsets applied, in the logits' dtype."""
     result = logits.clone()
     if adjust is None:
         return result
@@ -685,10 +685,10 @@ def apply_adjust(logits: Tensor, adjust: Adjust | None) -> Tensor:
 
 
 def kept_tokens(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """scores [V] float64, after temperature -> ids of the tokens that may be drawn, best first; never empty.
+    """Returns ids of the tokens that may be drawn, best first; never empty. scores [V] float64: after temperature.
 
-    top_k: the best k (0: all). top_p: of these, with their mass as 1, the fewest best whose mass reaches
-    top_p (1: all). min_p: of these, those at least min_p times as probable as the best. Lower ids win ties.
+    top_k: the best k tokens (0: all). top_p: of these, the fewest best tokens with at least top_p of their mass (1:
+    all). min_p: of these, the tokens at least min_p times as probable as the best. Lower ids win ties.
     """
     kept = ranked(scores)
     if top_k:
@@ -703,7 +703,7 @@ def kept_tokens(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tenso
 
 
 def draw(logits: Tensor, sampling: Sampling, row: int) -> int:
-    """One token of adjusted logits [V]: the best (temperature 0), or of logits / temperature + noise."""
+    """Returns one token for adjusted logits [V]: the best one (temperature 0), or of logits / temperature + noise."""
     temperature = float(sampling.temperature[row])
     if temperature == 0:
         return int(ranked(logits)[0])
@@ -715,9 +715,9 @@ def draw(logits: Tensor, sampling: Sampling, row: int) -> int:
 
 
 def sample(logits: Tensor, sampling: Sampling) -> Sampled:
-    """logits [L, V] -> Sampled; the logits are kept.
+    """Samples one token per row of logits [L, V]. Does not change the logits.
 
-    Each row goes by its own numbers: `greedy` and `filtered` are hints for faster backends.
+    Each row uses its own parameters; `greedy` and `filtered` are hints for faster backends.
     """
     healthy = torch.tensor([is_healthy(row) for row in logits], dtype=torch.bool, device=logits.device)
     adjusted = apply_adjust(logits, sampling.adjust)
@@ -735,7 +735,7 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
 
 
 def vision(x: Tensor, weights: VisionWeights, scene: Scene) -> Iterator[None]:
-    """x [T, H] through all blocks, in place, one picture after another."""
+    """Runs x [T, H] through all blocks, in place, one picture after another."""
     heads, width = weights.heads, weights.hidden
     for layer in weights.layers:
         for picture in scene.pictures():
@@ -752,26 +752,26 @@ def vision(x: Tensor, weights: VisionWeights, scene: Scene) -> Iterator[None]:
 
 
 def affine(x: Tensor, weights: Affine) -> Tensor:
-    """x [T, in] -> [T, out] in x's dtype."""
+    """Computes a linear layer with bias: x [T, in] -> [T, out] in x's dtype."""
     return (project(x, weights.weight) + weights.bias.to(wide(x))).to(x.dtype)
 
 
 def layer_norm(x: Tensor, norm: LayerNorm, eps: float) -> Tensor:
-    """x [T, H] less its mean, over its deviation, scaled and shifted, in x's dtype."""
+    """Returns the layer norm of x [T, H], scaled and shifted, in x's dtype."""
     apart = x.to(wide(x)) - x.to(wide(x)).mean(-1, keepdim=True)
     normalised = apart * torch.rsqrt(apart.square().mean(-1, keepdim=True) + eps)
     return (normalised * norm.scale.to(wide(x)) + norm.shift.to(wide(x))).to(x.dtype)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D], cos, sin [T, D / 2]: numbers i and i + D / 2 turn together."""
+    """Rotates the pairs (i, i + D / 2) of x [T, heads, D]. cos, sin [T, D / 2]."""
     left, right = x.chunk(2, -1)
     cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """query, key, value [T, D] of one head -> the values, weighted by how alike queries and keys are [T, D]."""
+    """Returns softmax attention [T, D] of one head. query, key, value [T, D]."""
     return torch.softmax(query @ key.T * query.shape[1] ** -0.5, -1) @ value
 
 
@@ -779,13 +779,13 @@ def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def copy_slots(states: tuple[Tensor, ...], source: Tensor, target: Tensor) -> None:
-    """states [layers, S, ...] each; source, target [N]: all are read before the first is written."""
+    """Copies slots of states [layers, S, ...] each. source, target [N]: reads all slots before it writes any."""
     for pool in states:
         pool[:, target] = pool[:, source].clone()
 
 
 def copy_pages(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> None:
-    """pools [layers, P, ...] each; source, target [N]: all are read before the first is written."""
+    """Copies pages of pools [layers, P, ...] each. source, target [N]: reads all pages before it writes any."""
     copy_slots(pools, source, target)
 
 

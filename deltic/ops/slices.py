@@ -1,9 +1,9 @@
-"""The fixed order in which products over split columns are summed, so that their bits do not depend on the number of
+"""Defines a fixed order of summation for products over split columns, so that their bits do not depend on the number of
 devices.
 
 Output projections and `down` of feed-forwards have their columns split over devices. Such a weight is always multiplied
-in SLICES slices of its columns, on one device too. A slice is summed in float32 from its first column to its last one.
-Slices are added in pairs, then these sums in pairs, and so on. A device of N has SLICES / N neighbouring slices, so
+in SLICES slices of its columns, even on one device. Each slice is summed in float32 from its first to its last column.
+Slices are added in pairs, then these sums in pairs, and so on. Each of N devices has SLICES / N neighbouring slices, so
 that its sum is one subtree.
 """
 
@@ -20,14 +20,14 @@ from deltic.ops.quantized import QTensor
 from deltic.ops.types import Block, Weight
 
 SLICES: Final = 8
-"""Slices of a layer's columns; also the largest number of devices."""
+"""Number of slices of a layer's columns, and maximum number of devices."""
 PLAIN_UNIT: Final = 16
-"""A slice of plain numbers is a multiple of so many columns."""
+"""The width of a slice of unquantized columns is a multiple of this number."""
 
 
 def slice_ends(columns: int, unit: int, count: int = SLICES) -> list[int]:
-    """Returns the ends of `count` slices, a power of two. They are multiples of `unit` columns, and equal if they can
-    be; otherwise the first half of what is split is the longer one. A slice may be empty."""
+    """Returns the ends of `count` slices; count is a power of two. Slices are multiples of `unit` columns and equal if
+    possible; otherwise the first half of each split is the longer one. A slice may be empty."""
     if count == 1:
         return [columns]
     units = -(-columns // unit)
@@ -39,11 +39,11 @@ def slice_ends(columns: int, unit: int, count: int = SLICES) -> list[int]:
 def column_slices(columns: int, unit: int, runs: int = 1, shards: int = 1) -> list[list[slice]]:
     """Returns the columns of each of SLICES / shards slices, in the order in which they are summed.
 
-    columns: of one of the shards.
+    columns: number of columns of one shard.
     runs: number of equal runs of columns. Each run is sliced separately, and a slice has one range in each run. A Gated
     DeltaNet layer with `tiled` value heads has one run for each value head of a key head, so that the value heads of a
-    slice belong to neighbouring key heads. If a run is no multiple of the unit, slices would end within units; then the
-    first slice has all columns.
+    slice belong to neighbouring key heads. If a run is not a multiple of the unit, slices would end within units; then
+    the first slice has all columns.
     """
     width = columns // runs
     if runs > 1 and width % unit:
@@ -54,8 +54,8 @@ def column_slices(columns: int, unit: int, runs: int = 1, shards: int = 1) -> li
 
 
 def slice_unit(type: str, columns: int) -> int:
-    """Returns the columns that slices of a matrix are multiples of. type: of its blocks in GGUF files, or of plain
-    numbers (F32, F16, BF16)."""
+    """Returns the number of columns of which slices of a matrix are multiples. type: GGUF type of its blocks, or of
+    unquantized numbers (F32, F16, BF16)."""
     if type in ("F32", "F16", "BF16"):
         return PLAIN_UNIT
     return 256 if columns % 256 == 0 else 32
@@ -63,9 +63,9 @@ def slice_unit(type: str, columns: int) -> int:
 
 def slice_products(multiply: Callable[[Tensor, Block], Tensor], x: Tensor, weight: Weight, shards: int = 1,
                    runs: int = 1) -> list[Tensor]:
-    """Returns the products of x [T, in] with each slice of a weight [out, in] of one of the shards, [T, out] each.
+    """Returns the products of x [T, in] with each slice of one shard's weight [out, in], [T, out] each.
 
-    multiply(x, weight): of the columns of one slice. Blocks of different formats are sliced each in its own units.
+    multiply(x, weight): multiplies the columns of one slice. Blocks of different formats are sliced in their own units.
     """
     if isinstance(weight, tuple):
         blocks = [slice_products(multiply, x, block, shards, runs) for block in weight]
@@ -77,27 +77,27 @@ def slice_products(multiply: Callable[[Tensor, Block], Tensor], x: Tensor, weigh
 
 
 def _columns(matrix: Tensor, ranges: list[slice]) -> Tensor:
-    """Returns a copy on a CPU, where the library's order of additions depends on alignment and strides."""
+    """Returns the columns in `ranges`. On a CPU this is a copy: the library's order of additions depends on strides."""
     if len(ranges) == 1 and matrix.device.type != "cpu":
         return matrix[:, ranges[0]]
     return torch.cat([matrix[:, columns] for columns in ranges], dim=-1)
 
 
 def unpacked(weight: Block) -> Tensor:
-    """Returns the matrix that a backend may have packed."""
+    """Returns the plain matrix of a weight that a backend may have packed."""
     if isinstance(weight, QTensor):
         return weight.dequantize()
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
 def expert_slices(count: int, shards: int = 1) -> list[int]:
-    """Returns the slice to which each expert of one of the shards belongs, counted from the shard's first slice."""
+    """Returns the slice index of each expert of one shard, counted from the shard's first slice."""
     ends = slice_ends(count, 1, SLICES // shards)
     return [bisect_right(ends, expert) for expert in range(count)]
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Returns the sum of a power of two of parts, added in pairs."""
+    """Returns the sum of the parts, added in pairs. Their number is a power of two."""
     while len(parts) > 1:
         parts = [one + other for one, other in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]

@@ -1,4 +1,4 @@
-"""Weights that stay in their files, and statistics of experts that are not all in memory."""
+"""Weights that stay in their files, and statistics of experts that only partly fit in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
     """A matrix [rows, columns] in a file: rows of blocks from byte `offset` on, as in GGUF files. type: number of its
-    GGUF type, plain numbers included."""
+    GGUF type, which may be unquantized."""
 
     path: Path
     offset: int
@@ -20,7 +20,7 @@ class StoredMatrix:
 
 @dataclass(frozen=True, slots=True)
 class StoredExpert:
-    """gate, up [F, hidden]. down [hidden, F]."""
+    """The matrices of one expert. gate, up [F, hidden]. down [hidden, F]."""
 
     gate: StoredMatrix
     up: StoredMatrix
@@ -33,15 +33,15 @@ class StoredExpert:
 
 @dataclass(frozen=True, slots=True)
 class ExpertStatistics:
-    """Counters of an expert store since it was made.
+    """Counters of an expert store since its creation.
 
-    hits, misses: uses of experts that were, or were not, in memory (on a GPU: in the card's), by layer.
-    bytes: read from files, or by a GPU from host memory.
+    hits, misses: uses of experts that were, or were not, in memory (on a GPU: in GPU memory), by layer.
+    bytes: bytes read from files, or by a GPU from host memory.
     promotions: experts that replaced another one in memory. refreshes: times that a layer's experts could be replaced.
-    predicted, useful: experts that were read ahead of their layer, and those of them that it used.
-    waited: seconds that steps waited for reads. reading: seconds in which something was read.
-    computed, computed_bytes: misses that the host computed for a GPU, each once for a request, and their bytes.
-    computing: seconds in which it did.
+    predicted, useful: experts read ahead of their layer, and the number of them that the layer used.
+    waited: seconds that steps waited for reads. reading: seconds during which reads were in progress.
+    computed, computed_bytes: misses that the host computed for a GPU, counted once per request, and their bytes.
+    computing: seconds that the host spent on them.
     """
 
     hits: tuple[int, ...]

@@ -1,8 +1,8 @@
-"""The records that ops take: batches, views of the cache, weights and sampling. Shapes are the contract.
+"""Defines the arguments of ops: batches, views of the cache, weights and sampling. The shapes are the contract.
 
-T tokens of R rows (sequences) form one ragged batch; a row contributes a chunk of consecutive tokens. Decode is a chunk
-of 1, verification a chunk of k + 1, prefill a chunk of n; nothing else distinguishes them. Rows with a chunk of 1 come
-first.
+T tokens of R rows (sequences) form one ragged batch; a row contributes a chunk of consecutive tokens. A decode row has
+a chunk of 1, a verification row a chunk of k + 1, a prefill row a chunk of n. Only the length distinguishes them. Rows
+with a chunk of 1 come first.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from deltic.params import RING as RING
 
 Block = Tensor | QTensor
 Weight = Block | tuple[Block, ...]
-"""A linear weight [out, in], or row blocks of one whose formats differ."""
+"""A linear weight [out, in], or its row blocks if they have different formats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The shape of a batch on the host: hashable, and the same for all batches of a bucket.
+    """The shape of a batch, on the host. It is hashable, and equal for all batches of a bucket.
 
-    chunks: tokens of each row; the first `decode_rows` rows have exactly one.
+    chunks: number of tokens of each row; the first `decode_rows` rows have exactly one.
     contexts: upper bound of each row's context length after the step (done + chunk).
-    logits: number of tokens whose logits are wanted. checkpoints: number of states to emit.
+    logits: number of tokens with logits to compute. checkpoints: number of states to emit.
     appends: some row appends to its delta log instead of writing its state.
-    hidden: all tokens' hidden states after the final norm are wanted, besides the logits.
+    hidden: the step also returns all tokens' hidden states after the final norm.
     replays: some row of several tokens has entries in its delta log.
     adapted: some token has an entry in a backend's table of adapters.
     """
@@ -58,13 +58,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """The integers of a decode step, padded to the shape of a bucket: steps of a bucket differ only in these.
+    """The integers of a decode step, padded to the shape of a bucket. Steps of a bucket differ only in these.
 
     numbers: int64, on the device, laid out as in runner/input_batch. Padding repeats the last real row, which is
-        harmless: it writes the same values.
-    rows, pages: of the bucket.
-    tokens: of all rows together, which may have several, with drafts, and entries in delta logs; padding rows have
-    none. None: each row has one token and no entries.
+        harmless because it writes the same values.
+    rows, pages: the bucket's number of rows and its width of the page table.
+    tokens: the bucket's number of tokens over all rows. Rows may then have several tokens (drafts) and entries in
+        delta logs; padding rows have none. None: each row has one token and no entries.
     hidden, adapted: as in `Layout`.
     """
 
@@ -82,8 +82,8 @@ class Padded:
 
 @dataclass(frozen=True, slots=True)
 class InputEmbeds:
-    """Rows that replace embeddings: tokens [N] int64, ascending batch indices, and rows [N, H] float32, both contiguous
-    and on the device."""
+    """Rows that replace token embeddings. tokens [N] int64: ascending batch indices. rows [N, H] float32. Both are
+    contiguous and on the device."""
 
     tokens: Tensor
     rows: Tensor
@@ -91,38 +91,38 @@ class InputEmbeds:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Device tensors of one step; integers are int64 unless said otherwise.
+    """Device tensors of one step; integers are int64 unless noted.
 
     ids [T].
     positions [3, T]: rotary positions (temporal, height, width), independent of cache indices.
-    starts [R + 1]: first token of each row.
-    done [R]: the cursor: tokens that the row's committed state and K/V cover before this step; the chunk's tokens get
-        the cache indices done, done + 1, ...
+    starts [R + 1]: index of the first token of each row, then T.
+    done [R]: the cursor: number of tokens in the row's committed state and K/V before this step; the chunk's tokens
+        get the cache indices done, done + 1, ...
     pages [R, P]: page table, padded with page 0.
     store [T]: flat K/V index (page * PAGE + offset) of each token.
     source, target [R]: state slots to read and to write (equal: in place). No row reads a slot that another row writes.
-    base [R]: tokens that the state in the source slot covers; equals done without delta logs. A row with base = 0
-    starts from zero state and reads nothing from its source. base <= done <= base + RING.
-    delta_log [R]: the row's delta log, which holds the entries of positions base .. done - 1 and belongs to no other
-        row; any number where base = done and the row does not append.
-    append [R] bool (of a bucket int64): append the chunk's entries to the delta log and leave the slot alone, as long
-    as base .. done + chunk - 1 fit; otherwise the slot is first brought to `done`, and the log then holds the chunk
-        alone. Only with source = target, chunk <= RING. Rows without it bring the target to done + chunk and leave the
-        log alone. `reference.next_base` computes the slot's base afterwards. To reject tokens, come back with a smaller
-        `done`.
+    base [R]: number of tokens in the state of the source slot; equals done without delta logs. A row with base = 0
+        starts from zero state and reads nothing from its source. base <= done <= base + RING.
+    delta_log [R]: the row's delta log. It holds the entries of positions base .. done - 1, and no other row uses it.
+        Ignored where base = done and the row does not append.
+    append [R] bool (int64 in a bucket): append the chunk's entries to the delta log and do not write the slot, as long
+        as base .. done + chunk - 1 fit. Otherwise the step first brings the slot to `done`, and the log then holds only
+        the chunk. Requires source = target and chunk <= RING. Rows without `append` bring the target to done + chunk
+        and do not write the log. `reference.next_base` computes the slot's base afterwards. To reject tokens, pass a
+        smaller `done` in the next step.
     emit_row, emit_length, emit_slot [E]: write the row's state after `emit_length` tokens of its sequence (done <
         emit_length <= done + chunk) to this slot.
-    logit_tokens [L]: batch indices of the tokens whose logits are wanted, ascending.
-    span: the slice (first, end, step) of the slots of the leading single-token rows if they are evenly spaced, read and
-        written in place, so that a backend may take a view.
+    logit_tokens [L]: ascending batch indices of the tokens with logits to compute.
+    span: the slice (first, end, step) of the slots of the leading single-token rows, if they are evenly spaced and read
+        and written in place, so that a backend may use a view.
     count [1]: number of real rows, if the others are padding; None: all.
     padded: the same step in the shape of a bucket, if it has one.
     input_embeds: rows that replace the embeddings of some tokens.
-    adapters: of the tokens; None: no token has one, or the entries name them.
-    adapter_entries [T]: each token's entry in the table of adapters that a backend has, or -1; None: no token has one.
-    memo: what a backend derives from this batch once and uses in every layer.
-    kept: what a backend derives from the layout and from the addresses of the tensors, all contiguous, for later
-        batches that differ only in numbers; None if there are none.
+    adapters: the tokens' adapters; None: no token has one, or `adapter_entries` has them.
+    adapter_entries [T]: each token's entry in the backend's table of adapters, or -1; None: no token has one.
+    memo: values that a backend derives from this batch once and uses in every layer.
+    kept: values that a backend derives from the layout and the addresses of the tensors, all contiguous, for later
+        batches that differ only in numbers; None if there are no such batches.
     """
 
     layout: Layout
@@ -156,7 +156,7 @@ class KvView:
     """The K/V pages of one attention layer.
 
     keys, values [pages, PAGE, kv_heads, head_dim]: in the model's dtype or float8 (`ops/kv`).
-    arriving: copies to the pages in other streams; call `wait` before using the pages.
+    arriving: pending copies to the pages in other streams; call `wait` before using the pages.
     """
 
     keys: Tensor
@@ -171,9 +171,9 @@ class KvView:
 
 @dataclass(frozen=True, slots=True)
 class DeltaLogView:
-    """The state delta logs of one Gated DeltaNet layer: N logs of what came after the state in a slot.
+    """N state delta logs of one Gated DeltaNet layer: the state updates that follow the state in a slot.
 
-    A log is a ring: the entry of position p lies at place p mod RING.
+    A log is a ring: the entry of position p is at index p mod RING.
     inputs [N, RING, C] in the dtype of the slots' conv: raw convolution inputs.
     keys [N, RING, Hk, Dk] float32: normalised. updates [N, RING, Hv, Dv] float32: u. decays [N, RING, Hv] float32: a.
     tiled: as in the layer's `GdnSpec`.
@@ -188,11 +188,11 @@ class DeltaLogView:
 
 @dataclass(frozen=True, slots=True)
 class StateView:
-    """The state slots of one Gated DeltaNet layer. All of a slot stands for the same number of tokens.
+    """The state slots of one Gated DeltaNet layer. All tensors of a slot contain the same number of tokens.
 
     recurrent [S, Hv, Dk, Dv] float32 or bfloat16: the state, rounded when written; computation is in float32.
-    conv [S, W, C] model dtype, W >= conv_kernel: ring of raw convolution inputs; position p lies at place p mod W.
-    delta_log: what came after the states; None if no row uses one.
+    conv [S, W, C] model dtype, W >= conv_kernel: ring of raw convolution inputs; position p is at index p mod W.
+    delta_log: the updates after the states; None if no row uses a delta log.
     """
 
     recurrent: Tensor
@@ -200,7 +200,7 @@ class StateView:
     delta_log: DeltaLogView | None = None
 
     def check_order(self, spec: GdnSpec) -> None:
-        """Raises ValueError if delta logs and layer disagree about the order of value heads."""
+        """Raises ValueError if delta logs and layer have different orders of value heads."""
         log = self.delta_log
         if log is not None and log.tiled != spec.tiled:
             raise ValueError(f"DeltaLogView.tiled is {log.tiled}, GdnSpec.tiled {spec.tiled}: make them the same")
@@ -219,9 +219,9 @@ class Rope:
 class RopeSpec:
     """Rotary embedding.
 
-    theta: base. rotary_dim: rotated leading dimensions of a head.
-    sections: frequencies of the temporal, height and width axes, interleaved as in Hugging Face; empty: plain
-    positions. factors: divisors of the rotary_dim / 2 frequencies; empty: 1. attention_factor: of cosines and sines.
+    theta: base. rotary_dim: number of leading dimensions of a head that are rotated.
+    sections: number of frequencies of the temporal, height and width axes, interleaved as in Hugging Face; empty: 1-D
+    positions. factors: divisors of the rotary_dim / 2 frequencies; empty: 1. attention_factor: scales cos and sin.
     """
 
     theta: float
@@ -256,21 +256,21 @@ class GdnSpec:
 
     @property
     def channels(self) -> int:
-        """C: the convolution's channels, ordered query, key, value."""
+        """C: number of convolution channels, ordered query, key, value."""
         return 2 * self.keys + self.values
 
     @property
     def value_runs(self) -> int:
-        """Runs of value heads that belong to the key heads in order, so that a slice of key heads has a range of
-        each."""
+        """Number of runs of value heads that follow the order of key heads. A slice of key heads has one range of value
+        heads in each run."""
         return self.value_heads // self.key_heads if self.tiled else 1
 
 
 @dataclass(frozen=True, slots=True)
 class GdnWeights:
-    """in_proj [C + values + 2 Hv, hidden]: rows q, k, v (the C convolved ones), z, b, a. conv [C, K].
-    decay [Hv] float32: -exp(A_log). dt_bias [Hv] float32. norm [Dv] float32: plain scale. out_proj [hidden, values].
-    shards: number of devices that share the layer's heads; the weights belong to one device.
+    """Weights of a Gated DeltaNet layer. in_proj [C + values + 2 Hv, hidden]: rows q, k, v (C convolved), z, b, a.
+    conv [C, K]. decay [Hv] float32: -exp(A_log). dt_bias [Hv] float32. norm [Dv] float32: plain scale.
+    out_proj [hidden, values]. shards: number of devices that share the layer's heads; the weights are one device's.
     """
 
     spec: GdnSpec
@@ -285,7 +285,7 @@ class GdnWeights:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """The shape of an attention layer. kv_heads divides heads. gate: the output is gated by sigmoid(gate)."""
+    """The shape of an attention layer. kv_heads divides heads. gate: the output is multiplied by sigmoid(gate)."""
 
     heads: int
     kv_heads: int
@@ -305,9 +305,9 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """qkv [(2 if gate else 1) * queries + 2 * kv, hidden]: rows of q (with a gate: for each head query, then gate), k,
-    v. o_proj [hidden, queries].
-    q_norm, k_norm [head_dim] float32: the scale itself; None: heads are not normed.
+    """Weights of an attention layer. qkv [(2 if gate else 1) * queries + 2 * kv, hidden]: rows of q (with a gate: per
+    head query, then gate), k, v. o_proj [hidden, queries].
+    q_norm, k_norm [head_dim] float32: plain scales; None: heads are not normed.
     bias [rows of qkv] float32: added to the projections, or None.
     shards: as in `GdnWeights`.
     """
@@ -323,8 +323,8 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """gate_up [2 F, hidden]: rows of gate, then up. down [hidden, F]. pool: the weights lie in host memory, and each
-    step copies them here. shards: number of devices that share F; the weights belong to one device."""
+    """Weights of a feed-forward. gate_up [2 F, hidden]: rows of gate, then up. down [hidden, F]. pool: the weights are
+    in host memory; each step copies them here. shards: number of devices that share F; the weights are one device's."""
 
     gate_up: Weight
     down: Weight
@@ -334,10 +334,10 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertPool:
-    """A layer's experts that are not all in memory (or not all on the GPU). The feed-forward of a dense layer is its
-    only expert.
+    """A layer's experts if not all of them fit in memory (or on the GPU). A dense layer's feed-forward is its only
+    expert.
 
-    store: the backend's expert store. layer: the layer's number there. count: of all experts. nbytes: of all of them.
+    store: the backend's expert store. layer: index of the layer in it. count, nbytes: number and bytes of all experts.
     """
 
     store: Any
@@ -351,10 +351,10 @@ class ExpertPool:
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """A mixture of E experts: a token passes `per_token` of them, and the shared one if there is one.
+    """A mixture of E experts. A token uses `per_token` of them, and the shared expert if there is one.
 
     router [E, hidden]; with `shared` [E + 1, hidden]: the last row is the shared expert's gate.
-    normalised: the weights of a token's experts add up to 1.
+    normalised: scale the weights of a token's experts to a sum of 1.
     shards: number of devices that share the experts. Each device has `len(experts)` experts and all rows of the router.
     first: the number of this device's first expert. A split shared expert has the same `shards`.
     """
@@ -369,14 +369,14 @@ class MoeWeights:
 
     @property
     def parts(self) -> tuple[MlpWeights, ...]:
-        """The experts that always are in memory, the shared one last."""
+        """The experts that are always in memory, with the shared expert last."""
         own = () if isinstance(self.experts, ExpertPool) else self.experts
         return own if self.shared is None else (*own, self.shared)
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One decoder layer. `store`: its index among the layers with the same kind of store (K/V pages or state slots)."""
+    """One decoder layer. store: its index among the layers with the same kind of cache (K/V pages or state slots)."""
 
     input_norm: Tensor
     mixer: GdnWeights | AttentionWeights
@@ -393,7 +393,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All weights of a decoder. embedding [V, H]. norm [H] float32: of the last hidden state. head [V, H]."""
+    """All weights of a decoder. embedding [V, H]. norm [H] float32: scale of the final norm. head [V, H]."""
 
     embedding: Block
     layers: tuple[DecoderLayer, ...]
@@ -405,7 +405,7 @@ class DecoderWeights:
 
 @dataclass(frozen=True, slots=True)
 class CacheViews:
-    """The cache as the decoder sees it: a view for each attention layer and for each recurrent layer."""
+    """The decoder's view of the cache: one `KvView` per attention layer and one `StateView` per recurrent layer."""
 
     kv: tuple[KvView, ...]
     states: tuple[StateView, ...]
@@ -416,9 +416,9 @@ class MtpWeights:
     """A draft head (multi-token prediction): one attention layer on top of a decoder.
 
     fc [H, 2 H]: columns of the embedding, then of the hidden state.
-    norm_embedding, norm_hidden, norm [H] float32: the scales themselves.
+    norm_embedding, norm_hidden, norm [H] float32: plain scales.
     layer: an attention layer; its `store` follows the decoder's. kv [2 * kv, H]: rows k, v of its qkv.
-    head [N, H], tokens [N] int64: rows of the logits, and their tokens (None: all); both change in place between calls.
+    head [N, H], tokens [N] int64: rows of the logits, and their tokens (None: all); may change in place between calls.
     """
 
     embedding: Block
@@ -436,8 +436,8 @@ class MtpWeights:
 
 @dataclass(frozen=True, slots=True)
 class LogitTable:
-    """Changes of all logits of one row, as in `Adjust`: repetition [V], offset [V] float32; None: no change. Borrowed
-    for the call."""
+    """Changes to all logits of one row, as in `Adjust`. repetition, offset [V] float32; None: no change. Ops borrow the
+    tensors for the call."""
 
     row: int
     repetition: Tensor | None
@@ -446,12 +446,12 @@ class LogitTable:
 
 @dataclass(frozen=True, slots=True)
 class Adjust:
-    """Changes of logits: N single ones with distinct (row, token), and of whole rows. First repetition, then offset.
+    """Changes to logits: N single changes with distinct (row, token), and tables for rows. repetition applies first.
 
     row, token [N] int64.
     repetition [N] float32: positive logits are divided by it, others multiplied.
     offset [N] float32: added afterwards (penalties and bias; -inf forbids the token).
-    tables: at most one for each row; a single change replaces the table's.
+    tables: at most one per row; a single change replaces the table's change of that token.
     """
 
     row: Tensor
@@ -463,14 +463,14 @@ class Adjust:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How L rows of logits become tokens; tensors [L].
+    """Parameters that turn L rows of logits into tokens. Tensors are [L].
 
     temperature float32 (0: greedy), top_k int64 (0: all), top_p, min_p float32.
     key int64: the 64-bit key of (seed, choice, position), which determines the row's Gumbel noise.
     greedy: every row is greedy. filtered: some row has top_k, top_p or min_p.
-    top_logprobs: number of the most probable tokens to report (None: no log-probabilities).
-    kept: as in `Batch`, for a series of draws; results then stay valid only until the next draw.
-    landing [2 * L] int64: pinned memory to which a device may also write tokens, then whether logits are healthy.
+    top_logprobs: number of most probable tokens to report (None: no log-probabilities).
+    kept: as in `Batch`, for a series of draws; results are then valid only until the next draw.
+    landing [2 * L] int64: pinned memory to which a device may also write the tokens, then the `healthy` flags.
     """
 
     temperature: Tensor
@@ -488,12 +488,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """tokens [L] int64.
+    """The result of sampling. tokens [L] int64.
 
     healthy [L] bool, or int64 of 0 and 1: the raw logits are finite and not all equal.
-    possible [L] bool: some token is not forbidden; of healthy rows. With log-probabilities (of the raw logits):
-        logprobs [L], top_tokens [L, n], top_logprobs [L, n] float32.
-    landed: `Sampling.landing` receives all of it once the device gets there.
+    possible [L] bool: at least one token is not forbidden; valid for healthy rows.
+    logprobs [L], top_tokens [L, n], top_logprobs [L, n] float32: log-probabilities of the raw logits, if requested.
+    landed: `Sampling.landing` receives tokens and `healthy` when the device has computed them.
     """
 
     tokens: Tensor
@@ -507,10 +507,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Drafts that follow a step, in the device's memory until the next ones. rows: the first ones are the step's.
+    """Drafts that follow a step, in device memory until the next ones. rows: all rows; the step's rows come first.
 
-    numbers [2 * rows * (drafts + 1)] int64: [drafts, 2, rows], tokens and whether their logits were healthy; then
-        [rows, 2], the token that a row's drafts follow, after the step's own drafts were verified, and its position.
+    numbers [2 * rows * (drafts + 1)] int64: first [drafts, 2, rows]: tokens, and flags for healthy logits. Then
+        [rows, 2]: the token that a row's drafts follow, after the step's own drafts were verified, and its position.
     """
 
     numbers: Tensor
@@ -518,39 +518,39 @@ class Drafted:
     drafts: int
 
     def draft_at(self, row: int, draft: int) -> int:
-        """The index of a drafted token."""
+        """Returns the index of a drafted token in `numbers`."""
         return 2 * self.rows * draft + row
 
     def token_at(self, row: int) -> int:
-        """The index of the token that the row's drafts follow; its position comes next."""
+        """Returns the index in `numbers` of the token that the row's drafts follow; its position is the next number."""
         return 2 * (self.rows * self.drafts + row)
 
 
 @runtime_checkable
 class PreparesPrompts(Protocol):
-    """A step of a device that builds or loads kernels by the number of a prompt's tokens."""
+    """A step on a device that builds or loads kernels depending on the number of prompt tokens."""
 
     def prepare_prompts(self, most: int) -> None:
-        """Does so for prompts of up to so many tokens, for the calling thread."""
+        """Builds or loads the kernels for prompts of up to `most` tokens, for the calling thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class MtpStep:
-    """A draft head in calls of its own, over one cache.
+    """The calls of a draft head, over one cache.
 
-    follow(batch, hidden [T, H] float32): call it after a step of the decoder with its hidden states. Stores the head's
-        K/V of all tokens; the slots' hidden states become those of the last tokens of rows that do not append.
-    draft(batch, counts [R] int64, sampling) -> tokens [R, most] int64: drafts after a batch of single-token rows,
-        counts[r] <= most each. sampling: of R * most rows, without changes of logits.
+    follow(batch, hidden [T, H] float32): call it after a decoder step with that step's hidden states. Stores the head's
+        K/V of all tokens. For rows that do not append, sets the slot's hidden state to that of the row's last token.
+    draft(batch, counts [R] int64, sampling) -> tokens [R, most] int64: drafts counts[r] <= most tokens after each row
+        of a batch of single-token rows. sampling: has R * most rows and no changes of logits.
 
-    On devices that run beside the host:
+    On devices that run asynchronously to the host:
 
-    draft_ahead(batch, most, chosen [T] int64, keys [R, n] int64, temperature [T] float32) -> Drafted: `most` drafts of
-        what follows a step that was just launched. chosen: the token drawn after each token. keys: of the draws after a
-        row's first token and the following ones, n >= most + tokens of a row. The slots' hidden states become those of
-        the last accepted tokens.
-    record(rows, pages, most): record the graph for drafts of so many rows and pages.
-    last [N, H] float32: the hidden states of the last step's tokens, at most N.
+    draft_ahead(batch, most, chosen [T] int64, keys [R, n] int64, temperature [T] float32) -> Drafted: drafts `most`
+        tokens after a step that was just launched. chosen: the token drawn after each token. keys: the sampling keys
+        of the draws after a row's first token and the tokens that follow it, n >= most + tokens of a row. The slots'
+        hidden states become those of the last accepted tokens.
+    record(rows, pages, most): records the graph for drafts of so many rows and pages.
+    last [N, H] float32: hidden states of up to N tokens of the last step.
     """
 
     follow: Callable[[Batch, Tensor], None]

@@ -1,4 +1,4 @@
-"""Compiled CPU kernels over the torch backend."""
+"""Backend of compiled CPU kernels, on top of the torch backend."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ _KERNELS: dict[str, Any] = {
 
 
 def missing() -> dict[str, str]:
-    """Returns the kernels that cannot be used here, and why."""
+    """Returns the kernels that are unusable here, with the reasons."""
     loaded = load()
     return dict.fromkeys(_KERNELS, loaded) if isinstance(loaded, str) else {}
 
 
 def packs(ops: Ops) -> bool:
-    """True if these ops pack matrices for the kernels."""
+    """Returns True if these ops pack matrices for the kernels."""
     return getattr(ops.pack, "__func__", None) is pack
 
 
 def overlay(level: str = "auto", threads: int = 1) -> Ops:
-    """Returns the torch ops with the usable kernels, on so many threads of their own, the calling one included.
+    """Returns the torch ops with all usable kernels. threads: size of their own pool, including the calling thread.
 
-    level: one of `LEVELS`, or auto, the best. ConfigError if this processor does not have its instructions.
+    level: one of `LEVELS`, or auto for the best. Raises ConfigError if this processor lacks its instructions.
     """
     absent, pool = missing(), pool_of(level, threads)
     return replace(TORCH_OPS, **{name: MethodType(kernel, pool) for name, kernel in _KERNELS.items()
@@ -74,7 +74,7 @@ def overlay(level: str = "auto", threads: int = 1) -> Ops:
 
 
 def encoder_backend(dtype: torch.dtype, level: str, threads: int) -> EncoderBackend:
-    """Returns the compiled kernels for encoders, with activations in float32. dtype: of the packed matrices."""
+    """Returns the encoder backend of compiled kernels, with float32 activations. dtype: of the packed matrices."""
     pool = pool_of(level, threads)
 
     def product(x: Tensor, affine: Affine) -> Tensor:
@@ -95,8 +95,8 @@ def encoder_backend(dtype: torch.dtype, level: str, threads: int) -> EncoderBack
 
 
 def pool_of(level: str = "auto", threads: int = 1) -> ThreadPool:
-    """Returns threads at a level of `LEVELS`, or auto, the best. ConfigError if this processor lacks its
-    instructions."""
+    """Returns a thread pool. level: one of `LEVELS`, or auto for the best. Raises ConfigError if this processor lacks
+    its instructions."""
     return ThreadPool(_number(level), threads)
 
 
@@ -120,8 +120,8 @@ def _number(level: str) -> int:
 def use_torch_threads(ops: Ops, count: int) -> None:
     """Sets torch's thread count for a step of these ops: `count`, or 1 if the kernels serve whole steps.
 
-    Two pools of threads that take turns would spin in each other's way. Torch keeps the count for each calling thread,
-    and uses the last one for threads that have none: set before every step, it is this model's.
+    Two thread pools that take turns would slow each other down by spinning. Torch stores the count per calling thread,
+    and threads without a count use the last one set. Setting it before every step selects this model's count.
     """
     torch_threads(1 if getattr(ops.step, "__func__", None) is step else count)
 

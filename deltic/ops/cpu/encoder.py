@@ -25,11 +25,11 @@ from deltic.ops.torch import OPS as TORCH
 _SLICE = 6e9
 """Floating-point operations between two yields of a vision tower: about 20 ms on two cores."""
 _QUERIES = 1024
-"""Patches in one slice of attention, at least: each slice lays out the keys and values of its heads anew."""
+"""Minimum patches per slice of attention, because each slice lays out the keys and values of its heads again."""
 
 
 def encoder_run(pool: ThreadPool, weights: EncoderWeights) -> Callable[[Ragged, Tensor], Tensor] | None:
-    """Returns `ops.torch.encoder.run` for these weights, in float32; None if they are not packed."""
+    """Returns a float32 equivalent of `ops.torch.encoder.run` for these weights; None if they are not packed."""
     if not packed_layers(weights.layers):
         return None
     layers = native_layers(weights.layers)
@@ -44,7 +44,7 @@ def encoder_run(pool: ThreadPool, weights: EncoderWeights) -> Callable[[Ragged, 
 
 
 def packed_layers(layers: Sequence[EncoderLayer]) -> bool:
-    """True if the kernels can multiply with all weights."""
+    """Returns True if the kernels can multiply with all weights."""
     return all(packed(affine.weight) for layer in layers for affine in _affines(layer))
 
 
@@ -96,7 +96,7 @@ def _blocks(pool: ThreadPool, x: Tensor, weights: VisionWeights, scene: Scene) -
 
 
 def _parts(weights: VisionWeights, scene: Scene, picture: slice) -> Iterator[VisionPart]:
-    """Cuts the attention within one image into slices: several heads at once, or one head for some of the patches."""
+    """Yields slices of the attention within one image: several heads at once, or one head for some of the patches."""
     size, narrow = picture.stop - picture.start, scene.dtype == torch.bfloat16
     angles = address(scene.cos[picture]), address(scene.sin[picture])
     row_work = 4 * size * weights.hidden / weights.heads

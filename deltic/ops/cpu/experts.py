@@ -1,4 +1,4 @@
-"""Experts on the host: read from the model's files (csrc/expert_store.cpp), or computed for a GPU (csrc/beside.cpp)."""
+"""Experts on the host: streamed from model files (csrc/expert_store.cpp) or computed for a GPU (csrc/beside.cpp)."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from deltic.ops.stored import ExpertStatistics, StoredExpert
 from deltic.ops.types import PAGE, ExpertPool
 
 READER_THREADS = 4
-"""Threads that read: while one packs, another keeps the disk busy."""
+"""Number of reader threads: while one thread packs, another keeps the disk busy."""
 _ALIGNMENT = 64
 _FILE_ENDED, _FILE_CHANGED = -1, -2
 
 
 class ExpertStore:
-    """The experts of a model's layers, equally many in each; some are in memory, the others are read when needed.
+    """The experts of a model; each layer has the same number. Some are in memory, the others are read when needed.
 
-    direct: reads bypass the page cache; false on file systems that cannot. nbytes: of the experts that fit in memory.
+    direct: reads bypass the page cache, if the file system supports it. nbytes: of the experts that fit in memory.
     """
 
     def __init__(self, pool: ThreadPool, layers: Sequence[Sequence[StoredExpert]], slots: Sequence[int],
                  refresh: int = 1, predict: bool = False) -> None:
-        """pool: of the ops that compute with them. slots: experts of each layer in memory, at least one.
+        """Opens the files. pool: of the ops that compute with the experts. slots: experts in memory per layer, >= 1.
 
-        refresh: steps between exchanges. predict: read ahead what the next layer is likely to use. Raises ModelError
-            naming an unreadable file, MemoryError.
+        refresh: number of steps between exchanges. predict: read experts ahead that the next layer will likely use.
+            Raises ModelError naming an unreadable file, or MemoryError.
         """
         self.slots, self.predict, self._layers = tuple(slots), predict, layers
         self.paths = list(dict.fromkeys(
@@ -72,8 +72,8 @@ class ExpertStore:
         self.nbytes = sum(count * expert_bytes(experts[0]) for count, experts in zip(slots, layers, strict=True))
 
     def fill(self, scores: Sequence[Sequence[float]] | None = None) -> None:
-        """Reads as many experts of each layer as fit: those with the highest scores; among equals, the first. Call it
-        once, before the first step. ModelError if a file cannot be read."""
+        """Reads the experts with the highest scores of each layer, as many as fit; among equal scores the first. Call
+        it once, before the first step. Raises ModelError if a file cannot be read."""
         for number, count in enumerate(self.slots):
             own = [0.0] * len(self._layers[number]) if scores is None else scores[number]
             order = sorted(range(len(own)), key=own.__getitem__, reverse=True)[:count]
@@ -86,19 +86,19 @@ class ExpertStore:
                 self._scores(number)[:] = torch.tensor(own, dtype=torch.float32)
 
     def pools(self) -> list[ExpertPool]:
-        """Returns what a model has in place of each layer's experts."""
+        """Returns an `ExpertPool` for each layer, which takes the place of its experts in a model."""
         return [ExpertPool(self, number, len(experts), expert_bytes(experts[0]) * len(experts))
                 for number, experts in enumerate(self._layers)]
 
     def begin_step(self) -> None:
-        """Does nothing: the step itself reads and exchanges experts."""
+        """Does nothing, because the step itself reads and exchanges experts."""
 
     def scores(self) -> list[list[float]]:
-        """How often each expert was used lately, by layer. Call it between steps."""
+        """Returns the recent usage of each expert, by layer. Call it between steps."""
         return [self._scores(number).tolist() for number in range(len(self._layers))]
 
     def statistics(self) -> ExpertStatistics:
-        """Thread-safe."""
+        """Returns the counters so far. Thread-safe."""
         count = len(self._layers)
         counts, hits, misses = ExpertCounts(), (c_int64 * count)(), (c_int64 * count)()
         library().deltic_expert_store_count(self.address, byref(counts), hits, misses)
@@ -106,13 +106,13 @@ class ExpertStore:
                                 counts.predicted, counts.useful, counts.waited / 1e9, counts.reading / 1e9)
 
     def _scores(self, layer: int) -> torch.Tensor:
-        """A view."""
+        """Returns a view of a layer's scores."""
         experts = len(self._layers[layer])
         place = library().deltic_expert_store_scores(self.address, layer)
         return torch.frombuffer((ctypes.c_float * experts).from_address(place), dtype=torch.float32)
 
     def _structs(self) -> tuple[ctypes.Array[StoredLayer], list[object]]:
-        """Returns the layers' structs, and what they borrow."""
+        """Returns the layers' structs, and the objects that they borrow."""
         numbers = {path: number for number, path in enumerate(self.paths)}
         structs, borrowed = (StoredLayer * len(self._layers))(), list[object]()
         for struct, experts, slots in zip(structs, self._layers, self.slots, strict=True):
@@ -136,13 +136,13 @@ class ExpertStore:
 
 
 def expert_bytes(expert: StoredExpert) -> int:
-    """Bytes of an expert in memory."""
+    """Returns the bytes of an expert in memory."""
     sizes = (library().deltic_packed_bytes(matrix.type, matrix.rows, matrix.columns) for matrix in expert.matrices)
     return sum(-(-int(size) // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """Returns a descriptor, and whether reads bypass the page cache."""
+    """Returns a file descriptor, and True if reads bypass the page cache."""
     try:
         direct = getattr(os, "O_DIRECT", 0)
         if direct:
@@ -160,7 +160,7 @@ def _open(path: Path) -> tuple[int, bool]:
 
 
 def _reads(file: int) -> bool:
-    """True if reads work: some file systems accept O_DIRECT and then refuse to read."""
+    """Returns True if reads work; some file systems accept O_DIRECT but then reject reads."""
     with mmap.mmap(-1, 4096) as page:
         try:
             os.preadv(file, [page], 0)
@@ -179,30 +179,30 @@ def _free(address: int, files: list[int], process: int) -> None:
 
 
 MAX_TOKENS = PAGE
-"""Tokens of a request, at most."""
+"""Maximum number of tokens in a request."""
 _CACHE_LINE = 64
 _PASSES = 4
-"""Passes of a measurement: the first warms up threads and pages, others may be disturbed."""
+"""Passes of a measurement. The first one warms up threads and pages; other programs may disturb the others."""
 _TIMEOUT = 60.0
-"""Seconds after which the host gives up its own request."""
+"""Timeout in seconds for the host's own requests."""
 
 
 class OffloadedExperts:
-    """Threads that compute experts, and their mailbox in memory that host and GPU see.
+    """Threads that compute experts, and their mailbox in memory that host and GPU share.
 
-    They start at once, and end with `close`, with this object, or at interpreter exit, after which the memory may go.
+    Threads start at once and end with `close`, with this object, or at interpreter exit. Memory is released after that.
     counts [16] and experts [16, most] int32, shares [16, most] and factors [16] float32, input [16, hidden] bfloat16,
     sums [16, hidden] float32: as in `deltic_mailbox`.
-    words: request [3] and answer [1] int32, for kernels; request, answer: the same, for the host.
+    words: request [3] and answer [1] int32, for kernels. request, answer: the same memory, for the host.
     """
 
     def __init__(self, weights: Sequence[Tensor | PackedExpert], hidden: int, most: int, threads: tuple[int, int],
                  pinned: bool = False) -> None:
-        """weights: of each layer [E, 3 * size * hidden] bfloat16: gate and up [2 size, hidden], then down; or the only
-        expert's gate, up and down as packed matrices.
+        """weights: per layer [E, 3 * size * hidden] bfloat16: gate and up [2 size, hidden], then down; or packed
+        matrices gate, up and down of the only expert.
 
-        most: experts of a token. threads: their number, and the level of their instructions. pinned: a GPU uses the
-            mailbox. MemoryError if threads or memory ran out.
+        most: maximum number of experts per token. threads: number of threads, and their instruction level. pinned: a
+            GPU uses the mailbox. Raises MemoryError if threads or memory ran out.
         """
         self._weights, self._turn = tuple(weights), Lock()
         self._count, self.size, self.expert_bytes = _sizes(self._weights[0], hidden)
@@ -241,17 +241,17 @@ class OffloadedExperts:
         self._end = weakref.finalize(self, _free_threads, made, os.getpid())
 
     def wake(self) -> None:
-        """Wakes the threads: requests may come."""
+        """Wakes the threads, because requests may come."""
         with self._turn:
             if self._end.alive:
                 library().deltic_beside_wake(self._address)
 
     def computed(self) -> int:
-        """Experts computed so far, each once for a request. Thread-safe."""
+        """Number of experts computed so far, counted once per request. Thread-safe."""
         return self._counts()[0]
 
     def computing(self) -> float:
-        """Seconds spent on them. Thread-safe."""
+        """Seconds spent on computing experts. Thread-safe."""
         return self._counts()[1]
 
     def _counts(self) -> tuple[int, float]:
@@ -269,18 +269,18 @@ class OffloadedExperts:
             self._end()
 
     def ask(self, layer: int, tokens: int) -> None:
-        """Runs the request in the mailbox, as the GPU would. RuntimeError if the threads do not answer."""
+        """Runs the request in the mailbox, as the GPU would. Raises RuntimeError if the threads do not answer."""
         self.wake()
         number, until = (self.request[0] + 1) & 0xffffffff, time.monotonic() + _TIMEOUT
         self.request[1], self.request[2] = layer, tokens
-        self.request[0] = number  # last
+        self.request[0] = number  # written last: it starts the request
         while self.answer[0] != number:
             if time.monotonic() > until:
                 raise RuntimeError("the threads that compute experts beside the GPU do not answer")
 
     def rate(self) -> float:
-        """Measures bytes of weights a second at which experts of one layer are computed for one token at a time: the
-        best of some passes over all of them."""
+        """Measures the speed of computing one layer's experts for one token at a time, in bytes of weights per second.
+        Returns the best of _PASSES passes over all experts."""
         count, most = self._count, self.experts.shape[1]
         self.input.fill_(0.01)
         self.factors.fill_(1.0)
@@ -298,11 +298,11 @@ class OffloadedExperts:
 
 
 PackedExpert = tuple[QTensor, QTensor, QTensor]
-"""Gate and up [size, hidden], down [hidden, size], in the form of the CPU kernels."""
+"""Gate and up [size, hidden], down [hidden, size], in the format of the CPU kernels."""
 
 
 def _sizes(layer: Tensor | PackedExpert, hidden: int) -> tuple[int, int, int]:
-    """Returns the number of a layer's experts, rows of a gate, and bytes of an expert."""
+    """Returns the number of a layer's experts, the rows of a gate, and the bytes of an expert."""
     if isinstance(layer, Tensor):
         return len(layer), layer.shape[1] // (3 * hidden), layer[0].nbytes
     return 1, layer[0].rows, sum(matrix.nbytes for matrix in layer)
@@ -318,7 +318,7 @@ def _weight(*blocks: QTensor) -> LinearWeight:
 
 
 def _laid_out(sizes: dict[str, tuple[tuple[int, ...], torch.dtype]], pinned: bool) -> dict[str, Tensor]:
-    """Returns zero tensors one behind another in one piece of memory, each aligned to a cache line."""
+    """Returns consecutive zero tensors in one block of memory, each aligned to a cache line."""
     total, starts = 0, {}
     for name, (shape, dtype) in sizes.items():
         starts[name] = total

@@ -1,5 +1,5 @@
-"""The ops on compiled kernels, which compute in float32 in any model dtype. Each takes its thread pool first; bound to
-one, it has the signature of `Ops`."""
+"""The ops on compiled kernels, which compute in float32 for any model dtype. The first argument of each op is its
+thread pool; bound to a pool, the op has its signature in `Ops`."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def pack(pool: ThreadPool, weight: Tensor, table: bool) -> Block:
 
 
 def packed(weight: Weight) -> bool:
-    """True if the kernels can multiply with the weight."""
+    """Returns True if the kernels can multiply with the weight."""
     return all(isinstance(block, QTensor) for block in (weight if isinstance(weight, tuple) else (weight,)))
 
 
 def native_weight(weight: Weight, slices: int = 0, runs: int = 1) -> LinearWeight:
-    """Returns the struct of a packed weight; borrows its data. slices, runs: as in `column_slices`; 0: not sliced."""
+    """Returns the struct of a packed weight; it borrows the data. slices, runs: see `column_slices`; 0: not sliced."""
     blocks: tuple[Any, ...] = weight if isinstance(weight, tuple) else (weight,)
     return LinearWeight(len(blocks), (MatrixStruct * 4)(*(block.matrix for block in blocks)), slices, runs)
 
@@ -75,12 +75,12 @@ def sliced_weight(weight: Weight, shards: int, runs: int = 1) -> LinearWeight:
 
 
 def linear(pool: ThreadPool, x: Tensor, weight: Weight) -> Tensor:
-    """x [T, in] times the transpose of weight [out, in] -> [T, out] float32."""
+    """Returns x weightᵀ [T, out] float32 for x [T, in], weight [out, in]."""
     return _multiply(pool, x, native_weight(weight)) if packed(weight) else torch_linear(x, weight).float()
 
 
 def row_parallel(pool: ThreadPool, x: Tensor, weight: Weight, shards: int, runs: int = 1) -> Tensor:
-    """As `linear`, in the order of `ops.slices` -> [T, out] in x's dtype, or float32 with several shards."""
+    """Runs `linear` in the order of `ops.slices` -> [T, out] in x's dtype, or float32 with several shards."""
     if not packed(weight):
         return torch_row_parallel(x, weight, shards, runs)
     out = _multiply(pool, x, sliced_weight(weight, shards, runs))
@@ -116,7 +116,7 @@ def mlp(pool: ThreadPool, x: Tensor, weights: MlpWeights) -> Tensor:
 
 
 def moe_layer(weights: MoeWeights) -> MoeLayer:
-    """Returns the layer's struct; borrows the weights."""
+    """Returns the layer's struct, which borrows the weights."""
     pooled = weights.experts if isinstance(weights.experts, ExpertPool) else None
     count = len(weights.experts)
     experts, router, shared = (Expert * (count + 1))(), native_weight(weights.router), weights.shared
@@ -149,7 +149,7 @@ def head(pool: ThreadPool, x: Tensor, weight: Weight) -> Tensor:
 
 
 def gdn_layer(weights: GdnWeights, conv: Tensor, projections: bool = False) -> GdnLayer:
-    """Returns the layer's struct; borrows the tensors. conv [channels, kernel] float32."""
+    """Returns the layer's struct, which borrows the tensors. conv [channels, kernel] float32."""
     spec = weights.spec
     into, out = ((native_weight(weights.in_proj), sliced_weight(weights.out_proj, weights.shards, spec.value_runs))
                  if projections else (LinearWeight(), LinearWeight()))
@@ -167,7 +167,7 @@ def slots(view: StateView) -> States:
 
 
 def wide_states(states: tuple[StateView, ...]) -> bool:
-    """True if all states are float32, which the kernels need."""
+    """Returns True if all states are float32, which the kernels require."""
     return all(state.recurrent.dtype == torch.float32 for state in states)
 
 
@@ -198,7 +198,7 @@ def flush_delta_log(pool: ThreadPool, states: tuple[StateView, ...], source: int
 
 
 def attention_layer(weights: AttentionWeights, projections: bool = False) -> AttentionLayer:
-    """Returns the layer's struct; borrows the tensors."""
+    """Returns the layer's struct, which borrows the tensors."""
     spec = weights.spec
     into, out = ((native_weight(weights.qkv), sliced_weight(weights.o_proj, weights.shards)) if projections
                  else (LinearWeight(), LinearWeight()))
@@ -238,8 +238,8 @@ def store_kv(pool: ThreadPool, x: Tensor, weight: Weight, k_norm: Tensor | None,
 
 @dataclass(frozen=True, slots=True)
 class _Best:
-    """values [L, n] float32 and ids [L, n] of the best tokens, best first; tokens [L]: the first of them; totals [L]
-    float64: log-sum-exps at the temperatures `heat`, if asked for; healthy [L] bool."""
+    """The best tokens of L rows. values [L, n] float32 and ids [L, n]: best first. tokens [L]: the first of them.
+    totals [L] float64: log-sum-exps at the temperatures `heat`, if requested. healthy [L] bool."""
 
     values: Tensor
     ids: Tensor
@@ -281,7 +281,7 @@ def _apply(pool: ThreadPool, logits: Tensor, adjust: Adjust) -> None:
 
 
 def _choose(pool: ThreadPool, logits: Tensor, sampling: Sampling) -> tuple[_Best, Tensor]:
-    """Returns the best tokens of each row, and the chosen tokens [L]."""
+    """Returns the best tokens of each row, and the sampled tokens [L]."""
     if sampling.greedy or not sampling.filtered:
         best = _best(pool, logits, 1, kept=sampling.kept)
         return best, best.tokens if sampling.greedy else _draw(pool, logits, best, sampling)
@@ -316,7 +316,7 @@ def _draw(pool: ThreadPool, logits: Tensor, best: _Best, sampling: Sampling) -> 
 
 
 def _drawing(rows: int, sampling: Sampling) -> tuple[Drawing, Tensor, list[Tensor]]:
-    """Returns the parameters of a draw, its result, and what the first borrows."""
+    """Returns the parameters of a draw, its result, and the tensors that the parameters borrow."""
     columns = [column.contiguous() for column in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
                                                   sampling.key)]
     return Drawing(*map(address, columns), sampling.filtered), torch.empty(rows, dtype=torch.int64), columns

@@ -1,4 +1,4 @@
-"""The compiled kernels' library (csrc/deltic.h), loaded once, and its structs."""
+"""Loads the library of compiled kernels (csrc/deltic.h) once, and defines its structs."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from deltic.ops.types import PAGE, RING, Batch
 Result = TypeVar("Result")
 
 _COMPILED = {"deltic_abi": 19, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL, "deltic_slices": SLICES}
-"""Constants that the library must return, so that both sides agree on layouts."""
+"""Constants that the library must return, so that Python and C++ agree on memory layouts."""
 _NO_MEMORY, _READ_FAILED = -1, -3
 _ARM_LEVELS = ("portable", "dotprod", "i8mm")
 _X86_LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16", "amx")
 LEVELS = _ARM_LEVELS if platform.machine() in ("aarch64", "arm64") else _X86_LEVELS
-"""Processor levels of this machine by number."""
+"""Instruction levels of this machine's architecture, indexed by number."""
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 KV_KINDS = {**KINDS, INT4: 1000, INT8: 1005}
-"""Type numbers of caches."""
+"""Type numbers of K/V dtypes."""
 def _members(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, kind) for name in names.split())
 
@@ -274,7 +274,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
 
 @cache
 def load() -> ctypes.CDLL | str:
-    """Returns the library, or why it cannot be used. ConfigError if it is of another version than this package."""
+    """Returns the library, or the reason why it is unusable. Raises ConfigError if its version is wrong."""
     path = Path(__file__).parent / "libdeltic.so"
     if not path.exists():
         return "the native kernels were not compiled: install g++, then reinstall deltic"
@@ -300,7 +300,7 @@ def _check_compiled(library: ctypes.CDLL, path: Path) -> None:
 
 
 def library() -> ctypes.CDLL:
-    """Returns the library, which must exist."""
+    """Returns the library. It must be usable."""
     loaded = load()
     assert not isinstance(loaded, str), loaded
     return loaded
@@ -309,21 +309,21 @@ def library() -> ctypes.CDLL:
 class ThreadPool:
     """The threads of one model's ops, their instruction level, and the arena of its packed weights.
 
-    They start with the first call, and end with this object: not at exit, when other threads may still compute, nor in
-    a forked process, which has none of them.
+    The threads start with the first call and end with this object. They do not end at exit, when other threads may
+    still compute, nor in a forked process, which does not have them.
     """
 
     def __init__(self, level: int, threads: int) -> None:
         self.level, self.threads, self.arena = level, threads, Arena()
         self._address, self._turn = 0, threading.Lock()
         self.unread: Callable[[], Exception] | None = None
-        """Returns the error for weights in files that could not be read."""
+        """Returns the error for weights that could not be read from files."""
 
     def call(self, kernel: Any, *arguments: object) -> None:
         """Runs a kernel, one at a time: calls from other Python threads wait.
 
-        MemoryError if memory ran out; the error of `unread` if files could not be read; ValueError if a batch points
-        outside of the views or contradicts itself, in which case nothing was done.
+        Raises MemoryError if memory ran out, the error of `unread` if files could not be read, and ValueError, before
+        it computes anything, if a batch points outside of the views or is inconsistent.
         """
         with self._turn:
             status = kernel(self._address or self._start(), *arguments)
@@ -354,7 +354,7 @@ def _free(address: int, process: int) -> None:
 
 
 def made_once(kept: dict[Any, Any] | None, key: object, make: Callable[[], Result]) -> Result:
-    """Returns what `make` returns; with a cache `kept`, what it returned the first time."""
+    """Returns the result of `make`. With a cache `kept`, calls `make` only once per key."""
     if kept is None:
         return make()
     if key not in kept:
@@ -364,7 +364,7 @@ def made_once(kept: dict[Any, Any] | None, key: object, make: Callable[[], Resul
 
 
 def step_batch(batch: Batch) -> Any:
-    """Returns the batch's struct by reference; made once for each batch, whose tensors it borrows."""
+    """Returns the batch's struct by reference. It is made once per batch and borrows the batch's tensors."""
     return made_once(batch.memo if batch.kept is None else batch.kept, step_batch, lambda: _struct(batch))[0]
 
 
@@ -387,7 +387,7 @@ def _struct(batch: Batch) -> tuple[Any, StepBatch, list[Any]]:
 
 
 def _native_adapter(adapter: Adapter) -> AdapterStruct:
-    """Returns the adapter's struct; made once. It borrows the adapter's tensors."""
+    """Returns the adapter's struct. It is made once and borrows the adapter's tensors."""
     made: AdapterStruct = made_once(adapter.kept, AdapterStruct, lambda: _adapter_struct(adapter))
     return made
 

@@ -1,4 +1,4 @@
-"""Whole steps in one call of the compiled kernels; the structs of all layers are built once."""
+"""Runs a whole step in one call of the compiled kernels. The structs of all layers are built once."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def step(pool: ThreadPool, ops: Ops, decoder: DecoderWeights, views: CacheViews
     vocabulary, width, by_reference = len(decoder.embedding), model.hidden, byref(model)
 
     # The cache key is the inner function `outputs`: a function that refers to itself would be a reference cycle and
-    # hold the weights until garbage is collected.
+    # hold the weights until garbage collection.
     def run(batch: Batch, _borrowed: list[object] = borrowed) -> tuple[Tensor, Tensor | None]:
         logits, hidden, places = made_once(batch.kept, outputs, lambda: outputs(batch.layout))
         pool.call(library().deltic_forward, by_reference, step_batch(batch), *places)
@@ -111,7 +111,7 @@ def mtp_step(pool: ThreadPool, ops: Ops, weights: MtpWeights, views: CacheViews,
 
 
 def _model(decoder: DecoderWeights, views: CacheViews) -> tuple[ModelStruct, list[object]]:
-    """Returns the struct of a whole model, and what it borrows."""
+    """Returns the struct of a whole model, and the objects that it borrows."""
     layers = (ModelLayer * len(decoder.layers))()
     borrowed: list[object] = [layers, decoder, views]
     for struct, layer in zip(layers, decoder.layers, strict=True):
@@ -136,15 +136,15 @@ def _model(decoder: DecoderWeights, views: CacheViews) -> tuple[ModelStruct, lis
 
 
 def _own(pool: ThreadPool, ops: Ops) -> bool:
-    """True if each op that a step replaces is the cpu backend's own, on this pool."""
+    """Returns True if all ops that a step replaces belong to the cpu backend and use this pool."""
     served = (ops.add_norm, ops.gdn_mixer, ops.attention_mixer, ops.mlp, ops.moe, ops.head)
     own = (kernels.add_norm, kernels.gdn_mixer, kernels.attention_mixer, kernels.mlp, kernels.moe, kernels.head)
     return (ops.embed, ops.rope) == (TORCH.embed, TORCH.rope) and served == tuple(MethodType(op, pool) for op in own)
 
 
 def has_wide_activations(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> bool:
-    """True if the kernels would serve whole steps on one device. Activations between layers are float32 then, and must
-    be so on several devices."""
+    """Returns True if the kernels would run whole steps on one device. Activations between layers are float32 in that
+    case, and must then be float32 on several devices too."""
     pool = getattr(ops.step, "__self__", None)
     return isinstance(pool, ThreadPool) and _own(pool, ops) and _fits(decoder, views)
 
@@ -154,7 +154,7 @@ def _split(decoder: DecoderWeights) -> bool:
 
 
 def left_to_others(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict[str, str]:
-    """Returns the ops of this backend that others serve for a model, and why."""
+    """Returns the ops that other backends run for this model, with the reasons."""
     torch_serves = "torch (the weights are not packed)"
     left = {op: torch_serves for op, weights in _linear_layers(decoder).items() if not all(map(packed, weights))}
     if not wide_states(views.states):
@@ -167,7 +167,7 @@ def left_to_others(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict
 
 
 def _linear_layers(decoder: DecoderWeights) -> dict[str, list[Weight]]:
-    """Returns the weights by the op that multiplies with them."""
+    """Returns the weights, grouped by the op that multiplies with them."""
     layers: dict[str, list[Weight]] = {
         "head": [decoder.head], "mlp": [], "moe": [], "gdn_mixer": [], "attention_mixer": []}
     for layer in decoder.layers:
@@ -184,7 +184,7 @@ def _linear_layers(decoder: DecoderWeights) -> dict[str, list[Weight]]:
 
 
 def _fits(decoder: DecoderWeights, views: CacheViews) -> bool:
-    """True if all weights are packed, on the CPU, and caches have a dtype that the kernels know."""
+    """Returns True if all weights are packed and on the CPU, and the kernels support the caches' dtypes."""
     weights = [decoder.embedding, *(weight for group in _linear_layers(decoder).values() for weight in group)]
     kinds, dtypes = {view.keys.dtype for view in views.kv}, {view.conv.dtype for view in views.states}
     known = kinds <= KV_KINDS.keys() and dtypes <= KINDS.keys()
@@ -192,7 +192,7 @@ def _fits(decoder: DecoderWeights, views: CacheViews) -> bool:
 
 
 def _predict(structs: Iterable[ModelLayer], layers: Sequence[DecoderLayer]) -> None:
-    """Gives a layer the next layer's router, if that layer's experts are to be read ahead."""
+    """Gives each layer the next layer's router if the next layer's experts are to be read ahead."""
     for (struct, layer), (following, after) in pairwise(zip(structs, layers, strict=True)):
         pools = [each.mlp.experts for each in (layer, after) if isinstance(each.mlp, MoeWeights)]
         if len(pools) == 2 and all(isinstance(pool, ExpertPool) and pool.store.predict for pool in pools):

@@ -1,4 +1,4 @@
-"""The decoder on MLX: Apple's GPUs by Metal, and any CPU. Only a choice of this backend loads the package `mlx`."""
+"""Backend on MLX, for Apple GPUs by Metal and for any CPU. It imports the package `mlx` only if it is selected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WITHOUT_METAL = 4 << 30
 
 
 def missing() -> str | None:
-    """Returns why MLX cannot be used here; None if it can."""
+    """Returns the reason why MLX is unusable here, or None."""
     if find_spec("mlx") is None:
         return "device mlx needs the package mlx: pip install 'deltic[mlx]'"
     try:
@@ -26,7 +26,7 @@ def missing() -> str | None:
 
 
 def overlay(level: str = "auto", threads: int = 1) -> Ops:
-    """Returns the ops on MLX; sampling is the CPU backend's. Raises ConfigError without MLX."""
+    """Returns the ops on MLX, with the CPU backend's sampling. Raises ConfigError without MLX."""
     if why := missing():
         raise ConfigError(why, "device")
     from deltic.ops.mlx import step
@@ -54,7 +54,7 @@ def overlay(level: str = "auto", threads: int = 1) -> Ops:
 
 
 def device_facts() -> list[str]:
-    """Returns what the bits of results depend on: the version of MLX, and the device."""
+    """Returns the facts on which the bits of results depend: the version of MLX, and the device."""
     import mlx.core as mx
 
     device = "Metal" if mx.metal.is_available() else "the CPU"
@@ -62,8 +62,8 @@ def device_facts() -> list[str]:
 
 
 def working_set() -> int:
-    """Returns the bytes that Metal recommends to use at most, less what is in use. Without Metal, where the backend is
-    for tests, it returns a few GiB: MLX writes zeros to all of a cache."""
+    """Returns Metal's recommended maximum of bytes, less the bytes in use. Without Metal, where the backend is for
+    tests, it returns a few GiB, because MLX writes zeros to a whole cache."""
     import mlx.core as mx
 
     if not mx.metal.is_available():

@@ -1,6 +1,6 @@
-"""Gated attention over pages on arrays: rows of one token in padded batches, longer rows one by one.
+"""Gated paged attention on MLX arrays: one-token rows in padded batches, longer rows one by one.
 
-A row attends to the pages' tokens before its cursor and to its own tokens, which are stored once the step is computed.
+A row attends to tokens in pages before its cursor and to its own tokens, which are stored after the step is computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deltic.ops.types import PAGE, AttentionSpec, AttentionWeights, Batch, KvVie
 
 @dataclass(frozen=True, slots=True)
 class AttentionArrays:
-    """The weights of a layer. q_norm, k_norm [head_dim], bias: float32, or None."""
+    """The weights of an attention layer. q_norm, k_norm [head_dim], bias: float32 or None."""
 
     spec: AttentionSpec
     qkv: Matrix
@@ -49,11 +49,11 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
-    """Rows that attend together, with the same number of tokens each.
+    """Rows that attend in one batch. All have the same number of tokens.
 
-    tokens: theirs in the batch. count: of rows. table [R, n]: their pages, with those of their own tokens; None:
-    nothing lies in pages yet. context: tokens to take from the pages of a lone row. done [R], of several rows with a
-    token each: tokens to take from the pages.
+    tokens: their range of tokens in the batch. count: number of rows. table [R, n]: their pages, including pages for
+    their own tokens; None: no tokens are in pages yet. context: for a single row, number of tokens to read from pages.
+    done [R]: for several one-token rows, number of tokens to read from pages.
     """
 
     tokens: slice
@@ -65,7 +65,7 @@ class AttentionRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What all layers of a step share."""
+    """The attention plan of a step, shared by all layers."""
 
     rows: tuple[AttentionRows, ...]
 
@@ -85,7 +85,7 @@ def plan_of(batch: Batch) -> AttentionPlan:
 
 
 def _padded(done: list[int]) -> Iterator[int]:
-    """Yields the numbers of consecutive rows of one token that attend together: all if padding costs little."""
+    """Yields sizes of groups of consecutive one-token rows that attend together: all rows if padding costs little."""
     if len(done) > 1 and max(done) * len(done) <= 2 * sum(done) + 256:
         yield len(done)
     else:
@@ -103,7 +103,7 @@ def _single_tokens(table: np.ndarray, done: list[int], first: int) -> AttentionR
 
 @dataclass(frozen=True, slots=True)
 class KvResult:
-    """key, value [T, kv_heads, head_dim]: of the step's tokens, in the dtype of the pages."""
+    """K/V of a step's tokens. key, value [T, kv_heads, head_dim], in the dtype of the pages."""
 
     key: Array
     value: Array
@@ -115,7 +115,7 @@ class KvResult:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """cos, sin [T, 1, rotary_dim] float32."""
+    """Rotary tables of a step. cos, sin [T, 1, rotary_dim] float32."""
 
     cos: Array
     sin: Array
@@ -127,7 +127,7 @@ class Turns:
 
 def attention(x: Array, layer: AttentionArrays, stored: Pages, plan: AttentionPlan, turns: Turns
               ) -> tuple[Array, KvResult]:
-    """x [T, H] -> [T, H], and the K/V of the step's tokens."""
+    """Computes an attention layer: x [T, H] -> [T, H], and the K/V of the step's tokens."""
     spec, tokens = layer.spec, len(x)
     wide = spec.queries * (2 if spec.gate else 1)
     projected = product(x, layer.qkv)
@@ -150,7 +150,7 @@ def attention(x: Array, layer: AttentionArrays, stored: Pages, plan: AttentionPl
 
 def stored_only(x: Array, matrix: Matrix, k_norm: Array | None, spec: AttentionSpec, turns: Turns,
                 dtype: mx.Dtype) -> KvResult:
-    """x [T, H], matrix [2 * kv, H] -> the K/V of the tokens."""
+    """Returns only the K/V of the tokens. x [T, H], matrix [2 * kv, H]."""
     key, value = mx.split(product(x, matrix), 2, axis=-1)
     return _keys_values(key, value, k_norm, spec, turns, dtype)
 
@@ -162,7 +162,7 @@ def _keys_values(key: Array, value: Array, norm: Array | None, spec: AttentionSp
 
 
 def _rotated(x: Array, scale: Array | None, eps: float, turns: Turns) -> Array:
-    """x [T, heads, head_dim] -> normed and rotated, float32."""
+    """Returns x [T, heads, head_dim], normed and rotated, in float32."""
     x = x.astype(mx.float32)
     if scale is not None:
         x = rms_norm(x, scale, eps)
@@ -174,7 +174,7 @@ def _rotated(x: Array, scale: Array | None, eps: float, turns: Turns) -> Array:
 
 
 def _attend(query: Array, own: KvResult, stored: Pages, rows: AttentionRows, spec: AttentionSpec) -> Array:
-    """query [R * n, heads, head_dim] -> the same shape."""
+    """Attends rows of n tokens each: query [R * n, heads, head_dim] -> the same shape."""
     count = rows.count
     keys, values = (
         _joined(pool, new[rows.tokens].reshape(count, -1, *new.shape[1:]), rows)
@@ -189,9 +189,9 @@ def _attend(query: Array, own: KvResult, stored: Pages, rows: AttentionRows, spe
 
 
 def _joined(pool: Array, new: Array, rows: AttentionRows) -> Array:
-    """Returns what the pages have, and the rows' own tokens after it: new [R, n, ...] -> [R, kv_heads, .., head_dim].
-    The pages are copied once. Of several rows, a row's own token also takes the places after it, which are masked: a
-    weight of zero times a stale NaN would be NaN."""
+    """Returns the pages' K or V followed by the rows' own tokens: new [R, n, ...] -> [R, kv_heads, .., head_dim].
+    Copies the pages once. With several rows, a row's own token also fills the masked places after it, because a weight
+    of zero times a stale NaN is NaN."""
     if rows.table is None:
         return mx.swapaxes(new, 1, 2)
     found = pool[rows.table].reshape(rows.count, -1, *pool.shape[2:])

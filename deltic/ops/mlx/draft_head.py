@@ -1,4 +1,4 @@
-"""A draft head on arrays: one graph for each draft, and one for the K/V of a step."""
+"""Draft head on MLX arrays: one graph per draft, and one for the K/V of a step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def mtp_step(ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) ->
 
 
 def _batch_at(batch: Batch, rows: Tensor, ids: Tensor, depth: int) -> Batch:
-    """Returns the batch of some rows, so many drafts later."""
+    """Returns the batch of the given rows, `depth` drafts later."""
     done, pages, count = batch.done[rows] + depth, batch.pages[rows], len(rows)
     layout = Layout((1,) * count, tuple((done + 1).tolist()), count, count)
     places = pages.gather(1, (done // PAGE)[:, None])[:, 0] * PAGE + done % PAGE
@@ -60,7 +60,7 @@ def _sampling_at(sampling: Sampling, draws: Tensor) -> Sampling:
 
 
 class _Head:
-    """The weights of a head as arrays. Embedding and rows of the logits may change in place."""
+    """The weights of a draft head as arrays. Embedding and rows of the logits matrix may change in place."""
 
     def __init__(self, weights: MtpWeights, views: CacheViews) -> None:
         mixer = weights.layer.mixer

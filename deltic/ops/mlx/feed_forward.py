@@ -1,4 +1,4 @@
-"""Feed-forwards on arrays: dense ones, and mixtures of experts."""
+"""Feed-forwards on MLX arrays: dense layers and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deltic.ops.mlx.memory import Array, array_of, share, whole_of
 from deltic.ops.types import MlpWeights, MoeWeights, Weight
 
 _SORTED = 64
-"""Tokens times experts from which on tokens are ordered by expert, so that an expert's weights are read once."""
+"""Minimum tokens * experts for which tokens are sorted by expert, so that each expert's weights are read once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class MlpArrays:
 
 @dataclass(frozen=True, slots=True)
 class MoeArrays:
-    """experts: as `MlpArrays`, with stacks of matrices. count: number of experts."""
+    """The weights of a mixture of experts. experts: `MlpArrays` of stacked matrices. count: number of experts."""
 
     router: Matrix
     experts: MlpArrays
@@ -48,7 +48,7 @@ class MoeArrays:
 
 
 def pack_experts(experts: tuple[MlpWeights, ...]) -> tuple[MlpWeights, ...]:
-    """Moves plain experts to common memory, so that one product serves all of them."""
+    """Moves unquantized experts to common memory, so that one product computes all of them."""
     stacks = [_common([each.gate_up for each in experts]), _common([each.down for each in experts])]
     return tuple(MlpWeights(gate_up, down) for gate_up, down in zip(*stacks, strict=True))
 
@@ -65,7 +65,7 @@ def feed_forward_of(weights: MlpWeights | MoeWeights) -> MlpArrays | MoeArrays:
 
 
 def _stack(weights: Sequence[Weight]) -> Matrix:
-    """Returns matrices as one stack: on their memory if that is a stack already."""
+    """Returns matrices as one stack, without a copy if their memory is a stack already."""
     first = weights[0]
     if isinstance(first, tuple):
         parts = [_stack([weight[index] for weight in weights if isinstance(weight, tuple)])
@@ -86,7 +86,7 @@ def _stack(weights: Sequence[Weight]) -> Matrix:
 
 
 def feed_forward(x: Array, layer: MlpArrays | MoeArrays) -> Array:
-    """x [T, H] -> [T, H]."""
+    """Computes a feed-forward: x [T, H] -> [T, H]."""
     return moe(x, layer) if isinstance(layer, MoeArrays) else mlp(x, layer)
 
 
@@ -102,7 +102,7 @@ def _gated(both: Array) -> Array:
 def moe(x: Array, layer: MoeArrays) -> Array:
     logits = product(x.astype(mx.float32), layer.router)
     chances = mx.softmax(logits[:, :layer.count], axis=-1)
-    # a stable order: among equals the lower number comes first
+    # a stable sort: among equals the lower index comes first
     chosen = mx.argsort(-chances, axis=-1)[:, :layer.per_token]
     shares = mx.take_along_axis(chances, chosen, axis=-1)
     if layer.normalised:
@@ -115,7 +115,7 @@ def moe(x: Array, layer: MoeArrays) -> Array:
 
 
 def _through_experts(x: Array, chosen: Array, layer: MoeArrays) -> Array:
-    """x [T, H], chosen [T, k] -> [T, k, H]: the outputs of the chosen experts."""
+    """Returns the outputs of the chosen experts: x [T, H], chosen [T, k] -> [T, k, H]."""
     tokens, most = chosen.shape
     flat, order = chosen.reshape(-1), None
     source = mx.arange(tokens * most) // most
@@ -131,7 +131,7 @@ def _through_experts(x: Array, chosen: Array, layer: MoeArrays) -> Array:
 
 
 def _chosen(x: Array, stack: Matrix, experts: Array, ordered: bool) -> Array:
-    """x [N, 1, in], experts [N] -> [N, 1, out]: each row through the matrix of its expert."""
+    """Multiplies each row with the matrix of its expert: x [N, 1, in], experts [N] -> [N, 1, out]."""
     if isinstance(stack, tuple):
         return mx.concatenate([_chosen(x, part, experts, ordered) for part in stack], axis=-1)
     if isinstance(stack, Packed):
@@ -140,7 +140,7 @@ def _chosen(x: Array, stack: Matrix, experts: Array, ordered: bool) -> Array:
     weights = mx.swapaxes(stack, -1, -2)
     if x.dtype == mx.float32 or metal.available():
         return mx.gather_mm(x, weights.astype(x.dtype), rhs_indices=experts, sorted_indices=ordered)
-    # on a CPU MLX has this product in float32 alone
+    # on a CPU MLX supports this product only in float32
     if len(experts) < len(stack):
         weights, experts = weights[experts], mx.arange(len(experts))
     wide = x.astype(mx.float32), weights.astype(mx.float32)

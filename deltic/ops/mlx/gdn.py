@@ -1,7 +1,7 @@
-"""Gated DeltaNet layers on arrays: rows of one token in one step, longer rows in chunks.
+"""Gated DeltaNet layers on MLX arrays: one-token rows in one batch, longer rows in chunks.
 
-The chunked form is that of `ops.torch.gdn`. A layer computes; `store` then writes states, convolution inputs and log
-entries to the pools.
+The chunked form is the same as in `ops.torch.gdn`. First `gdn` computes a layer; then `store` writes states,
+convolution inputs and log entries to the pools.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class DeltaHeads:
-    """Of T tokens: query, key [T, Hv, Dk], normalised, queries scaled; value [T, Hv, Dv]; plain_key [T, Hk or Hv, Dk]:
-    the keys as logs keep them; log_decay, beta [T, Hv]. All float32."""
+    """Inputs of the delta rule for T tokens: query, key [T, Hv, Dk], normalised, queries scaled; value [T, Hv, Dv];
+    plain_key [T, Hk or Hv, Dk]: keys as stored in logs; log_decay, beta [T, Hv]. All float32."""
 
     query: Array
     key: Array
@@ -78,8 +78,8 @@ class DeltaHeads:
 
 @dataclass(frozen=True, slots=True)
 class GdnResult:
-    """raw [T, C]: convolution inputs. states [n, Hv, Dk, Dv]: in the order of `StateWrites`. entries: keys, updates,
-    decays of the tokens of `LogWrites`."""
+    """Values to store after a layer. raw [T, C]: convolution inputs. states [n, Hv, Dk, Dv]: in the order of
+    `StateWrites`. entries: keys, updates and decays of the tokens in `LogWrites`."""
 
     raw: Array
     states: Array
@@ -91,7 +91,7 @@ class GdnResult:
 
 
 def gdn(x: Array, layer: GdnArrays, slots: Slots, plan: GdnPlan) -> tuple[Array, GdnResult]:
-    """x [T, H] -> [T, H], and what the pools get."""
+    """Computes a layer: x [T, H] -> [T, H], and the values for the pools."""
     spec = layer.spec
     ends = [spec.channels, spec.channels + spec.values, spec.channels + spec.values + spec.value_heads]
     raw, gate, beta, a = mx.split(product(x, layer.in_proj), ends, axis=-1)
@@ -151,7 +151,7 @@ def _log_entries(heads: DeltaHeads, updates: Array, plan: GdnPlan) -> tuple[Arra
 
 
 def _convolved(raw: Array, layer: GdnArrays, slots: Slots, plan: GdnPlan) -> Array:
-    """raw [T, C] -> convolved, float32. A row's own inputs follow the ones before it."""
+    """Convolves raw [T, C] -> [T, C] float32. A row's own inputs follow the inputs in its history."""
     kernel, history = layer.spec.conv_kernel, plan.history
     before = slots.conv.reshape(-1, raw.shape[1])[history.places]
     if history.logged is not None and history.from_log is not None and slots.inputs is not None:
@@ -209,7 +209,7 @@ def _start(slots: Slots, group: Group, spec: GdnSpec) -> Array:
         return mx.where(mask, found, mx.full(found.shape, empty, found.dtype))
 
     keys, updates, decays = entries(slots.keys, 0.0), entries(slots.updates, 0.0), entries(slots.decays, 1.0)
-    # decays after each entry, and of all entries together
+    # the product of decays after each entry, and of all decays
     later = mx.cumprod(decays, axis=1, reverse=True, inclusive=False)
     keys = _spread(keys, spec.value_heads // keys.shape[-2], spec.tiled) * later[..., None]
     added = mx.transpose(keys, (0, 2, 3, 1)) @ mx.transpose(updates, (0, 2, 1, 3))
@@ -223,7 +223,7 @@ def _on_metal(heads: DeltaHeads, slots: Slots, group: Group) -> tuple[Array, Arr
 
 
 def step(heads: DeltaHeads, state: Array) -> tuple[Array, Array, Array]:
-    """One token of each row: state [R, Hv, Dk, Dv] -> outputs [R, Hv, Dv], states, updates."""
+    """Computes one token of each row: state [R, Hv, Dk, Dv] -> outputs [R, Hv, Dv], states, updates."""
     decay = mx.exp(heads.log_decay)[..., None]
     by_key, by_query = ((x[..., None] * state).sum(axis=-2) * decay for x in (heads.key, heads.query))
     update = (heads.value - by_key) * heads.beta[..., None]
@@ -232,7 +232,7 @@ def step(heads: DeltaHeads, state: Array) -> tuple[Array, Array, Array]:
 
 
 def chunked(heads: DeltaHeads, state: Array, chunks: RowChunks) -> tuple[Array, Array, list[Array], Array]:
-    """Longer rows: -> outputs [tokens, Hv, Dv], states after the rows [R, ...], wanted states, updates."""
+    """Computes longer rows -> outputs [tokens, Hv, Dv], states after the rows [R, ...], wanted states, updates."""
     query, key, value = (chunks.split(x) for x in (heads.query, heads.key, heads.value))
     beta, log_decay = chunks.split(heads.beta), chunks.split(heads.log_decay)
     if chunks.real is not None:  # padding adds nothing and decays nothing
@@ -262,8 +262,8 @@ def chunked(heads: DeltaHeads, state: Array, chunks: RowChunks) -> tuple[Array, 
 
 
 def _decays(log_decay: Array) -> tuple[Array, Array]:
-    """log_decay [.., C] -> decays from place i to place t [.., C (t), C (i)], 0 for i > t; and from the start [.., C].
-    Sums of the logs in between: differences of long sums would lose digits."""
+    """Returns decays from place i to place t [.., C (t), C (i)], 0 for i > t, and from the start [.., C]. log_decay
+    [.., C]. Sums the logs between i and t, because differences of long sums would lose digits."""
     size = log_decay.shape[-1]
     later = mx.tril(mx.ones((size, size), mx.bool_), -1)
     steps = mx.where(later, log_decay[..., None], 0.0)
@@ -273,7 +273,7 @@ def _decays(log_decay: Array) -> tuple[Array, Array]:
 
 
 def _inverse(system: Array) -> Array:
-    """Returns the inverse of 1 + system, strictly lower triangular [.., C, C], by inverses of ever larger blocks."""
+    """Returns the inverse of 1 + system, strictly lower triangular [.., C, C]. Inverts larger and larger blocks."""
     size, lead = system.shape[-1], system.shape[:-2]
     found = mx.ones((*lead, size, 1, 1), system.dtype)
     block = 1
@@ -294,7 +294,7 @@ def _inverse(system: Array) -> Array:
 
 
 def store(result: GdnResult, view: StateView, plan: GdnPlan) -> None:
-    """Writes what a layer has computed to its pools. Reads all that it needs before it writes."""
+    """Writes a layer's results to its pools. Reads everything that it needs before it writes."""
     raw = seen(result.raw)
     if plan.single_place is not None:
         view.conv[plan.single_place] = raw

@@ -1,5 +1,5 @@
-"""What a step asks of Gated DeltaNet layers, computed once on the host for all of them: rows, chunks, and writes to the
-pools. RowChunks end where states are wanted, so that every checkpoint is the state after a chunk."""
+"""Plans the Gated DeltaNet layers of a step once on the host: rows, chunks, and writes to the pools. Chunks end at the
+positions of wanted states, so that every checkpoint is the state after a chunk."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from deltic.ops.types import CHUNK, RING, Batch, GdnSpec
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """The log entries of some rows, RING for each. index [R, RING]: places in the log's pool, as if it had one axis.
-    real [R, RING]."""
+    """The log entries of R rows, RING per row. index [R, RING]: flat indices into the log's pool. real [R, RING]: True
+    for existing entries."""
 
     index: Array
     real: Array
@@ -27,8 +27,8 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class ConvHistory:
-    """Where the K - 1 inputs before each row lie. places [R, K - 1]: in the slots' rings. real: the input exists.
-    logged [R, K - 1], or None: places in the logs' rings, for the inputs that from_log marks."""
+    """The places of the K - 1 inputs before each row. places [R, K - 1]: in the slots' rings. real: the input exists.
+    logged [R, K - 1] or None: places in the logs' rings, for the inputs that from_log marks."""
 
     places: Array
     real: Array | None
@@ -38,8 +38,8 @@ class ConvHistory:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows that are computed together. source [R]: their slots. fresh [R] or None: rows that start from zero. span: the
-    slots if they are consecutive, whose states are then read where they lie."""
+    """Rows that are computed in one batch. source [R]: their slots. fresh [R] or None: rows that start from zero state.
+    span: the slots if they are consecutive; their states are then read in place."""
 
     source: Array
     fresh: Array | None
@@ -49,11 +49,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RowChunks:
-    """The chunks of the longer rows: N of them with C places each, ordered by chunk number, then by row.
+    """The chunks of the longer rows: N chunks of C places each, ordered by chunk number, then by row.
 
-    rows: the number of rows with a chunk j, for each j. gather [N * C]: indices into the rows' tokens.
-    real [N, 1, C]: what is no padding; None: everything. join [tokens]: the places of the tokens.
-    lengths: tokens of each row, in batch order. wanted: chunks and rows (both by rank) of the states to keep.
+    rows: for each j, number of rows with a chunk j. gather [N * C]: indices into the rows' tokens.
+    real [N, 1, C]: True for tokens, False for padding; None: no padding. join [tokens]: the places of the tokens.
+    lengths: number of tokens of each row, in batch order. wanted: (chunk, row) of each state to keep, both by rank.
     """
 
     size: int
@@ -65,20 +65,20 @@ class RowChunks:
     wanted: tuple[tuple[int, int], ...]
 
     def split(self, x: Array) -> Array:
-        """[tokens, heads, ...] -> [N, heads, C, ...]."""
+        """Splits tokens into chunks: [tokens, heads, ...] -> [N, heads, C, ...]."""
         x = x[self.gather].reshape(-1, self.size, *x.shape[1:])
         return mx.swapaxes(x, 1, 2)
 
     def joined(self, x: Array) -> Array:
-        """[N, heads, C, ...] -> [tokens, heads, ...]."""
+        """Inverts `split`: [N, heads, C, ...] -> [tokens, heads, ...]."""
         x = mx.swapaxes(x, 1, 2)
         return x.reshape(-1, *x.shape[2:])[self.join]
 
 
 @dataclass(frozen=True, slots=True)
 class StateWrites:
-    """Which states go to which slots, [n, Hv, Dk, Dv] after one another: places among the rows' states after the step,
-    then before it (both in batch order), then wanted ones of longer rows. plain: they are all rows' in order."""
+    """Concatenated states [n, Hv, Dk, Dv] to write, and their slots: indices of rows' states after the step, then
+    before it (both in batch order), then wanted states of longer rows. plain: all rows' states in order."""
 
     after: tuple[int, ...]
     before: tuple[int, ...]
@@ -91,8 +91,8 @@ _ALL = StateWrites((), (), torch.empty(0, dtype=torch.int64), plain=True)
 
 @dataclass(frozen=True, slots=True)
 class RingWrites:
-    """What the rings of convolution inputs get: slots [n], places [n, W]. fresh, index [n, W]: values of this step.
-    sources [n], logs [n], positions [n, W]; kept, logged [n, W]: values of the sources' rings and of the logs.
+    """Writes to the rings of convolution inputs: slots [n], places [n, W]. fresh, index [n, W]: values from this step.
+    sources [n], logs [n], positions [n, W]; kept, logged [n, W]: values from the sources' rings and from the logs.
     """
 
     slots: Tensor
@@ -118,7 +118,7 @@ class LogWrites:
 
 @dataclass(frozen=True, slots=True)
 class GdnPlan:
-    """What all layers of a step share. singles: number of rows of one token, which come first. length: tokens."""
+    """The plan shared by all layers of a step. singles: number of leading one-token rows. length: number of tokens."""
 
     singles: int
     length: int
@@ -133,15 +133,15 @@ class GdnPlan:
 
     @property
     def decodes(self) -> bool:
-        """True if each row has one token and a state, and nothing is read from logs or written to them."""
+        """True if each row has one token and a state, and no log is read or written."""
         first = self.first
         plain = first is not None and first.fresh is None and first.entries is None and self.history.real is None
         return plain and self.states.plain
 
 
 def decode_plan(rows: int, source: Array, places: Array) -> GdnPlan:
-    """Returns the plan to compute a step of one token a row, without what the pools get. source [R], places [R, K - 1]:
-    as in `Group` and `ConvHistory`."""
+    """Returns the plan to compute a step of one token per row, without the writes to pools. source [R], places [R, K -
+    1]: as in `Group` and `ConvHistory`."""
     return GdnPlan(rows, rows, ConvHistory(places, None), Group(source, None, None), None, None, _ALL, None, None, None)
 
 
@@ -160,7 +160,7 @@ class _Rows:
 
 
 def plan_of(batch: Batch, spec: GdnSpec, width: int) -> GdnPlan:
-    """width: places of a ring of convolution inputs."""
+    """Returns the plan of a batch. width: number of places in a ring of convolution inputs."""
     rows = _Rows(batch)
     before = spec.conv_kernel - 1
     singles = range(rows.singles)
@@ -211,7 +211,7 @@ def _history(rows: _Rows, before: int, width: int) -> ConvHistory:
 
 
 def _ends(rows: _Rows, row: int) -> list[int]:
-    """Where chunks of a row end, in tokens of the row: at wanted states, and so that none is longer than CHUNK."""
+    """Returns the ends of a row's chunks, in tokens of the row: at wanted states, and after at most CHUNK tokens."""
     stops = {length - rows.done[row] for owner, length, _ in rows.emits if owner == row} | {rows.chunk[row]}
     found = list[int]()
     for start, stop in pairwise([0, *sorted(stops)]):
@@ -271,7 +271,7 @@ def _state_writes(rows: _Rows, longer: list[int], chunks: RowChunks | None) -> S
 
 
 def _ring_writes(batch: Batch, rows: _Rows, width: int) -> RingWrites:
-    """As the states' writes: each slot gets the inputs before the length that its state stands for."""
+    """Returns the ring writes that match the state writes: each slot gets the inputs before its state's length."""
     owners, lengths, slots = list[int](), list[int](), list[int]()
     for row in range(rows.count):
         end = next_base(rows.base[row], rows.done[row], rows.chunk[row], rows.append[row])
@@ -300,7 +300,7 @@ def _ring_writes(batch: Batch, rows: _Rows, width: int) -> RingWrites:
 
 
 def _single_place(batch: Batch, rows: _Rows, width: int) -> tuple[Tensor, Tensor] | None:
-    """The slot and place of each row's input, if nothing else changes in the rings: single tokens in place."""
+    """Returns slot and place of each row's input for single tokens in place, where the rings change nowhere else."""
     plain = (rows.singles == rows.count and not rows.emits and not any(rows.append) and rows.base == rows.done
              and rows.source == rows.target and min(rows.done) > 0)
     return (batch.target, batch.done % width) if plain else None

@@ -1,4 +1,4 @@
-"""Linear layers and norms on arrays, with weights that are plain or packed."""
+"""Linear layers and norms on MLX arrays, with plain or packed weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deltic.ops.types import Block, Weight
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A quantized matrix, or a stack of some, as `mx.quantized_matmul` reads it.
+    """A quantized matrix, or a stack of them, in the format of `mx.quantized_matmul`.
 
     codes [.., out, in * bits / 32] uint32. scales, biases [.., out, in / group]; biases are None in modes without them.
     mode: MLX's name of the format.
@@ -39,16 +39,16 @@ class Packed:
         return [part for part in (self.codes, self.scales, self.biases) if part is not None]
 
     def map(self, function: Callable[[Array], Array]) -> Packed:
-        """Returns the matrix with another form of each array."""
+        """Returns a matrix with the function applied to each array."""
         biases = None if self.biases is None else function(self.biases)
         return replace(self, codes=function(self.codes), scales=function(self.scales), biases=biases)
 
     def entry(self, index: int) -> Packed:
-        """Returns one matrix of a stack, on its memory."""
+        """Returns one matrix of a stack, on the stack's memory."""
         return self.map(lambda part: part[index:index + 1].squeeze(0))
 
     def plain(self) -> Array:
-        """Returns the numbers, in the dtype of the scales."""
+        """Returns the dequantized matrix in the dtype of the scales."""
         found: Array = mx.dequantize(self.codes, self.scales, self.biases, self.group, self.bits, self.mode)
         return found
 
@@ -58,8 +58,8 @@ Matrix = Array | Packed | tuple[Array | Packed, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlxMatrix(QTensor):
-    """A matrix in MLX's packed form. data: the codes. matrix: `Packed`. stack: all matrices of a mixture of experts, of
-    which this is one."""
+    """A matrix in MLX's packed format. data: the codes. matrix: `Packed`. stack: the stack of all experts' matrices, if
+    this matrix is part of one."""
 
     stack: Packed | None = None
 
@@ -69,7 +69,7 @@ class MlxMatrix(QTensor):
 
     @classmethod
     def of(cls, type: str, packed: Packed, stack: Packed | None = None) -> MlxMatrix:
-        """type: the name of its format."""
+        """Wraps a packed matrix. type: the name of its format."""
         mx.eval(*packed.arrays)
         rows, words = packed.codes.shape
         return cls(type, rows, words * 32 // packed.bits, seen(packed.codes), packed, stack)
@@ -105,19 +105,19 @@ def together(parts: Sequence[Packed], function: Callable[[list[Array]], Array]) 
 
 
 def stack_of(type: str, parts: Sequence[Packed]) -> tuple[MlxMatrix, ...]:
-    """Returns matrices of one form, in common memory. type: the name of their format."""
+    """Returns matrices of one format in common memory. type: the name of their format."""
     stack = together(parts, mx.stack)
     mx.eval(*stack.arrays)
     return tuple(MlxMatrix.of(type, stack.entry(index), stack) for index in range(len(parts)))
 
 
 def pack(weight: Tensor, table: bool) -> Block:
-    """Moves a weight to MLX's memory."""
+    """Moves a weight to MLX memory."""
     return share(copied(weight))
 
 
 def matrix_of(weight: Weight) -> Matrix:
-    """Returns a weight as arrays: on its own memory if that is MLX's."""
+    """Returns a weight as arrays, without a copy if it is in MLX memory."""
     if isinstance(weight, tuple):
         return tuple(_block(block) for block in weight)
     return _block(weight)
@@ -133,19 +133,19 @@ def _block(block: Block) -> Array | Packed:
 
 
 def product(x: Array, matrix: Matrix) -> Array:
-    """x [T, in] -> [T, out] in x's dtype."""
+    """Returns x weightᵀ: x [T, in] -> [T, out] in x's dtype."""
     if isinstance(matrix, tuple):
         return mx.concatenate([product(x, block) for block in matrix], axis=-1)
     if isinstance(matrix, Packed):
         scales, biases = matrix.scales, matrix.biases
-        if biases is not None:  # scales without biases have dtypes of their own
+        if biases is not None:  # scales without biases keep their own dtypes
             scales, biases = scales.astype(x.dtype), biases.astype(x.dtype)
         return mx.quantized_matmul(x, matrix.codes, scales, biases, True, matrix.group, matrix.bits, matrix.mode)
     return x @ matrix.astype(x.dtype).T
 
 
 def rows_of(matrix: Matrix, ids: Array) -> Array:
-    """Returns some rows of a matrix."""
+    """Returns the rows `ids` of a matrix."""
     assert not isinstance(matrix, tuple)
     if isinstance(matrix, Packed):
         return matrix.map(lambda part: part[ids]).plain()
@@ -153,7 +153,7 @@ def rows_of(matrix: Matrix, ids: Array) -> Array:
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    """RMS norm over the last axis, scaled; in float32 inside, rounded once to x's dtype."""
+    """Returns the scaled RMS norm over the last axis. Computes in float32 and rounds once to x's dtype."""
     return mx.fast.rms_norm(x.astype(mx.float32), scale, eps).astype(x.dtype)
 
 

@@ -1,7 +1,7 @@
-"""Unified memory: every tensor here is MLX memory that torch sees, without a copy.
+"""Unified memory: MLX arrays and torch tensors on the same memory, without a copy.
 
-MLX arrays never change, but their memory may: the host writes to it between two steps, and graphs that are built later
-read what it wrote. So the cache, the tiers and the sampler work on torch tensors as on any CPU.
+MLX arrays are immutable, but their memory is not: the host writes to it between steps, and graphs that are built later
+read the new values. So the cache, the tiers and the sampler work on torch tensors as on any CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 Array = Any
-"""An array of MLX, `mx.array`. Type checkers know it only where the package is installed."""
+"""MLX's array type `mx.array`. Type checkers know it only if the package is installed."""
 
 _DTYPES = {
     torch.float32: mx.float32,
@@ -28,28 +28,28 @@ _DTYPES = {
     torch.bool: mx.bool_,
 }
 _CPU = (1, 0)
-"""DLPack's number of the host's memory."""
+"""DLPack's device number of host memory."""
 
 
 class _Memory(np.ndarray[Any, Any]):
-    """A view of an array's memory, which torch keeps alive as long as a tensor uses it. whole: the array."""
+    """A view of an array's memory. torch keeps it alive while a tensor uses it. whole: the array."""
 
     whole: Array
 
 
 _whole: WeakValueDictionary[int, _Memory] = WeakValueDictionary()
-"""The memory behind tensors, by its address."""
+"""The memory behind tensors, by address."""
 
 
 def dtype_of(dtype: torch.dtype) -> mx.Dtype:
-    """Returns MLX's name of a dtype."""
+    """Returns MLX's equivalent of a torch dtype."""
     return _DTYPES[dtype]
 
 
 def share(array: Array) -> Tensor:
-    """Returns a tensor on the memory of an array, which `array_of` finds again. Waits for the array."""
+    """Returns a tensor on the memory of an array, which `array_of` can find later. Waits for the array."""
     plain = mx.contiguous(array)
-    if array.dtype == mx.bfloat16:  # numpy has no such numbers
+    if array.dtype == mx.bfloat16:  # numpy has no bfloat16
         plain = plain.view(mx.uint16)
     mx.eval(plain)
     memory = np.array(plain, copy=False).view(_Memory)
@@ -62,7 +62,7 @@ def share(array: Array) -> Tensor:
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device = "cpu") -> Tensor:
-    """Returns zeros in MLX's memory. Raises MemoryError if it is refused."""
+    """Returns zeros in MLX memory. Raises MemoryError if the allocation fails."""
     try:
         torch.empty(shape, dtype=dtype)  # on a CPU, MLX ends the process instead of raising an error
         return share(mx.zeros(shape, dtype_of(dtype)))
@@ -80,7 +80,7 @@ def copied(tensor: Tensor) -> Array:
 
 
 def array_of(tensor: Tensor) -> Array:
-    """Returns the array on a tensor's memory, if that is MLX's and the tensor is all of it or one of its leading
+    """Returns the array on a tensor's memory if that is MLX memory and the tensor is all of it or one of its leading
     entries; otherwise a copy."""
     if not tensor.numel():
         return mx.zeros(tensor.shape, dtype_of(tensor.dtype))
@@ -95,17 +95,17 @@ def array_of(tensor: Tensor) -> Array:
     if tuple(tensor.shape) != tuple(whole.shape[1:]):
         return copied(tensor)
     index = tensor.storage_offset() // tensor.numel()
-    return _evaluated(whole[index:index + 1].squeeze(0))  # an index alone would copy
+    return _evaluated(whole[index:index + 1].squeeze(0))  # a plain index would copy
 
 
 def _evaluated(array: Array) -> Array:
-    """Returns the array once it is computed: only the thread that built a graph can compute it."""
+    """Computes the array and returns it, because only the thread that built a graph can compute it."""
     mx.eval(array)
     return array
 
 
 def whole_of(tensors: list[Tensor]) -> Array | None:
-    """Returns the array that has exactly these tensors as its leading entries, in order; None if there is none."""
+    """Returns the array with exactly these tensors as its leading entries, in order, or None."""
     memory = _whole.get(tensors[0].untyped_storage().data_ptr())
     if memory is None or memory.whole.shape != (len(tensors), *tensors[0].shape):
         return None
@@ -115,6 +115,6 @@ def whole_of(tensors: list[Tensor]) -> Array | None:
 
 
 def seen(array: Array) -> Tensor:
-    """Returns a tensor on the memory of a result, which lives as long as the tensor."""
+    """Returns a tensor on the memory of a result array, which lives as long as the tensor."""
     found: Tensor = torch.utils.dlpack.from_dlpack(array.__dlpack__(dl_device=_CPU))
     return found

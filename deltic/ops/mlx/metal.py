@@ -1,5 +1,5 @@
 """A Metal kernel of the gated delta rule. It has never run on Metal: a test compiles its source as C++ and compares it
-with the operations on arrays, which serve everywhere else."""
+with the operations on arrays that all other devices use."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ SOURCE = """
     output[place * VALUES + column] = from_query + both * change;
     update[place * VALUES + column] = change;
 """
-"""One thread for each column of a state: neighbours read neighbouring numbers."""
+"""One thread per column of a state, so that neighbouring threads read neighbouring numbers."""
 INPUTS = ("states", "slots", "begun", "query", "key", "value", "decay", "beta")
 OUTPUTS = ("output", "after", "update")
 
 
 def available() -> bool:
-    """True if there is a Metal device."""
+    """Returns True if there is a Metal device."""
     return bool(mx.metal.is_available())
 
 
@@ -54,8 +54,8 @@ def _kernel() -> Any:
 
 def delta_step(states: Array, slots: Array, begun: Array, query: Array, key: Array, value: Array, decay: Array,
                beta: Array) -> tuple[Array, Array, Array]:
-    """One token of each row, from its slot of `states` [S, Hv, Dk, Dv]; zero where begun [R] is 0. query, key
-    [R, Hv, Dk], value [R, Hv, Dv], decay, beta [R, Hv] float32. -> outputs [R, Hv, Dv], states, updates."""
+    """Computes one token of each row from its slot of `states` [S, Hv, Dk, Dv], or from zero where begun [R] is 0.
+    query, key [R, Hv, Dk], value [R, Hv, Dv], decay, beta [R, Hv] float32. -> outputs [R, Hv, Dv], states, updates."""
     rows, heads, values = value.shape
     shape = (rows, heads, key.shape[-1], values)
     output, after, update = _kernel()(

@@ -1,4 +1,4 @@
-"""Quantized matrices in MLX's packed form."""
+"""Quantized matrices in MLX's packed format."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from deltic.ops.mlx.memory import dtype_of
 from deltic.ops.quantized import PLAIN_TYPES, PackedForm
 
 GROUP = 32
-"""Columns of a group, as in most types of GGUF."""
+"""Columns per group, as in most GGUF types."""
 _BITS = 8
-"""Bits of matrices of types that are no codes with scale and bias: what they lose is small."""
+"""Bits for types that are not codes with scale and bias; the loss of requantizing them is small."""
 _PIECE_BYTES = 16 << 20
 _PLAIN = {name for name, _ in PLAIN_TYPES.values()}
 
 
 class AffineCodes(Protocol):
-    """code * scale + bias: codes [rows, columns] uint8, scales and biases [rows, columns / GROUP] float32."""
+    """Numbers code * scale + bias: codes [rows, columns] uint8, scales and biases [rows, columns / GROUP] float32."""
 
     codes: Any
     scales: Any
@@ -37,7 +37,7 @@ Rows = Callable[[str, Any, int], Any]
 
 
 def packed_form(dtype: torch.dtype, rows_of: Rows) -> PackedForm:
-    """Returns the form. dtype: of activations, and so of scales and biases. rows_of: reads rows of a type of GGUF."""
+    """Returns the format. dtype: of activations, scales and biases. rows_of: reads rows of a GGUF type."""
     packer = _Packer(dtype_of(dtype), rows_of)
     return PackedForm(packer.pack, _serves, dtype, torch.device("cpu"), packer.stack)
 
@@ -48,7 +48,7 @@ def _serves(type: str, columns: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Packer:
-    """dtype: of scales and biases. rows_of: as in `packed_form`."""
+    """Packs matrices. dtype: of scales and biases. rows_of: as in `packed_form`."""
 
     dtype: Any
     rows_of: Rows

@@ -1,6 +1,6 @@
-"""Whole steps as one graph of arrays, and the ops one by one.
+"""Runs whole steps as one graph of MLX arrays, and also provides single ops.
 
-A step reads the pools, and writes to them once its graph is computed.
+A step reads the pools and writes to them after its graph is computed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def step(ops: Ops, decoder: DecoderWeights, views: CacheViews
 
 
 def compiles() -> bool:
-    """True if decode steps are compiled: MLX's compiler for CPUs calls a C++ compiler, which takes seconds."""
+    """Returns True if decode steps are compiled. MLX's compiler for CPUs calls a C++ compiler, which takes seconds."""
     return metal.available()
 
 
@@ -117,7 +117,7 @@ class _Model:
         return x
 
     def layers_of(self, x: Array, plans: _Plans, turns: Turns) -> tuple[Array, list[Array]]:
-        """x [T, H] -> the last layer's output, and what the pools get: the arrays of the layers' results."""
+        """Runs all layers: x [T, H] -> the last layer's output, and the arrays of the layers' results for the pools."""
         parts = list[Array]()
         for layer in self._layers:
             x, result = _layer(x, layer, plans, turns, self._eps)
@@ -125,7 +125,7 @@ class _Model:
         return x, parts
 
     def logits(self, x: Array, batch: Batch) -> tuple[Array | None, Array]:
-        """Returns the hidden states of all tokens, if the batch asks for them, and the logits."""
+        """Returns the hidden states of all tokens, if the batch requests them, and the logits."""
         wanted, hidden = copied(batch.logit_tokens), None
         if batch.layout.hidden:
             x = rms_norm(x, self._norm, self._eps)
@@ -136,8 +136,8 @@ class _Model:
 
     def decode(self, ids: Array, cos: Array, sin: Array, source: Array, places: Array, table: Array, done: Array
                ) -> list[Array]:
-        """A step of one token a row, of rows that have a state, as a function of arrays alone, which can be compiled.
-        Returns the logits, and what the pools get."""
+        """Computes a step of one token per row, for rows with a state. It takes only arrays, so that it can be
+        compiled. Returns the logits and the values for the pools."""
         count = len(ids)
         rows = AttentionRows(slice(0, count), count, table, done=done)
         plans = _Plans(AttentionPlan((rows,)), gdn_plan.decode_plan(count, source, places))
@@ -146,7 +146,7 @@ class _Model:
 
 
 def _decode_inputs(batch: Batch, plans: _Plans, turns: Turns) -> tuple[Array, ...] | None:
-    """Returns the arguments of `_Model.decode`; None for another step."""
+    """Returns the arguments of `_Model.decode`; None for other steps."""
     layout, gdn = batch.layout, plans.gdn
     if layout.decode_rows < layout.rows or layout.logits < layout.rows or layout.hidden or batch.input_embeds:
         return None
@@ -163,7 +163,7 @@ def _decode_inputs(batch: Batch, plans: _Plans, turns: Turns) -> tuple[Array, ..
 
 
 def _bucket(pages: int) -> int:
-    """Rounds a number of pages up, so that graphs are used again."""
+    """Rounds a number of pages up, so that graphs can be reused."""
     return -(-pages // 16) * 16 if pages > 8 else max(4, 1 << (pages - 1).bit_length())
 
 
@@ -182,7 +182,7 @@ def _plans(batch: Batch, decoder: DecoderWeights, views: CacheViews) -> _Plans:
 
 
 def _layer(x: Array, layer: LayerArrays, plans: _Plans, turns: Turns, eps: float) -> tuple[Array, Result]:
-    """x: the residual stream [T, H]."""
+    """Computes one layer. x [T, H]: the residual stream."""
     normed, cache = rms_norm(x, layer.input_norm, eps), layer.cache
     result: Result
     if isinstance(layer.mixer, GdnArrays):
@@ -196,7 +196,7 @@ def _layer(x: Array, layer: LayerArrays, plans: _Plans, turns: Turns, eps: float
 
 
 def _store(parts: list[Array], layer: DecoderLayer, views: CacheViews, plans: _Plans, batch: Batch) -> list[Array]:
-    """Writes a layer's results, the first of the arrays, to its pools. Returns the others."""
+    """Writes a layer's results, which are the first arrays, to its pools. Returns the remaining arrays."""
     if isinstance(layer.mixer, AttentionWeights):
         attend.store(attend.KvResult(*parts[:2]), views.kv[layer.store], batch.store)
         return parts[2:]
@@ -208,12 +208,12 @@ def _store(parts: list[Array], layer: DecoderLayer, views: CacheViews, plans: _P
 
 
 def _serves(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> bool:
-    """As `serves_layer`, of all layers."""
+    """Returns True if `serves_layer` is True for all layers."""
     return all(serves_layer(ops, layer, views) for layer in decoder.layers)
 
 
 def serves_layer(ops: Ops, layer: DecoderLayer, views: CacheViews) -> bool:
-    """True if the ops of a layer are all of this backend, on one device, and its K/V has a dtype of MLX."""
+    """Returns True if all ops of a layer belong to this backend, on one device, and MLX supports its K/V dtype."""
     own = (ops.gdn_mixer, ops.attention_mixer, ops.store_kv, ops.mlp, ops.moe, ops.head) == (
         gdn_mixer, attention_mixer, store_kv, mlp, moe, head)
     shared = (ops.add_norm, ops.embed, ops.rope) == (TORCH.add_norm, TORCH.embed, TORCH.rope)
@@ -226,7 +226,7 @@ def _plain(view: KvView) -> bool:
     return view.keys.dtype.is_floating_point and view.keys.itemsize > 1
 
 
-# The ops one by one: the rest of the model is of another backend, or looked at
+# Single ops, for models with ops of another backend or with layer hooks
 
 
 def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights with the terms of adapters, as the torch ops read them."""
+"""Adds the terms of adapters to the weights of the torch ops."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from deltic.ops.types import Batch, DecoderLayer, DecoderWeights, GdnWeights, Ml
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptedWeight:
-    """A weight, and the terms that a batch's adapters add to its products. numbers [T]: as in `BatchAdapters`.
-    ranks: of each adapter."""
+    """A weight, and the terms that a batch's adapters add to its products. numbers [T]: as in `BatchAdapters`. ranks:
+    the terms of each adapter."""
 
     weight: Weight
     numbers: Tensor
     ranks: Sequence[LowRanks]
 
     def of(self, tokens: Tensor) -> AdaptedWeight:
-        """The same for a product of these tokens alone."""
+        """Returns the same weight for a product of only these tokens."""
         return replace(self, numbers=self.numbers[tokens])
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class AdaptedWeight:
 
 
 def adapted_weights(weights: DecoderWeights, batch: Batch) -> DecoderWeights:
-    """The weights with the terms of a batch's adapters, for the torch ops."""
+    """Returns the weights with the terms of a batch's adapters, for the torch ops."""
     given = batch.adapters
     assert given is not None
     layers = tuple(_adapted_layer(layer, index, given) for index, layer in enumerate(weights.layers))

@@ -14,7 +14,7 @@ from deltic.ops.torch.basic import linear, matmul, rms_norm, row_parallel
 from deltic.ops.types import PAGE, AttentionSpec, AttentionWeights, Batch, KvView, Rope, Weight
 
 _SHORT = 16384
-"""K/V tokens in all up to which float32 products are faster for single queries than the flash kernel."""
+"""Total number of K/V tokens up to which float32 products beat the flash kernel for single queries."""
 
 
 def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Batch, rope: Rope) -> Tensor:
@@ -44,20 +44,20 @@ def store_kv(x: Tensor, weight: Weight, k_norm: Tensor | None, spec: AttentionSp
 
 
 def _normed(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
-    """Returns at least float32."""
+    """Returns the RMS norm of x in float32 or wider."""
     return x.to(_accumulator(x)) if scale is None else rms_norm(x, scale, eps)
 
 
 def _store(key: Tensor, value: Tensor, k_norm: Tensor | None, spec: AttentionSpec, kv: KvView, batch: Batch,
            rope: Rope) -> None:
-    """key, value [T, kv]: before norm and rotation."""
+    """Stores key, value [T, kv]. Both are given before norm and rotation."""
     key = rotate(_normed(key.unflatten(-1, (spec.kv_heads, -1)), k_norm, spec.eps), rope)
     store(kv.keys, batch.store, key)
     store(kv.values, batch.store, value.unflatten(-1, (spec.kv_heads, -1)))
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Applies rotary embedding to the leading rotary_dim elements of x [T, heads, head_dim]; rotates halves."""
+    """Applies rotary embedding in split halves to the leading rotary_dim elements of x [T, heads, head_dim]."""
     size = rope.cos.shape[-1]
     cos, sin = rope.cos[:, None].to(x.dtype), rope.sin[:, None].to(x.dtype)
     turned, kept = x[..., :size], x[..., size:]
@@ -68,10 +68,10 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _AttentionPlan:
-    """contexts: each row's context length after the step; exact on a CPU.
+    """Attention plan of a batch. contexts: each row's context length after the step; exact on a CPU.
 
-    padded: the single-token rows are cheaper as one padded batch than one by one. mask [R1, 1, 1, context]: of that
-        batch.
+    padded: the single-token rows are cheaper as one padded batch than one by one. mask [R1, 1, 1, context]: the mask of
+        that batch.
     """
 
     contexts: tuple[int, ...]
@@ -102,7 +102,7 @@ def _make_plan(batch: Batch) -> _AttentionPlan:
 
 
 def _attend(query: Tensor, kv: KvView, batch: Batch) -> Tensor:
-    """query [T, heads, head_dim] -> [T, heads, head_dim], in the dtype of K/V (any dtype with float8 and integers)."""
+    """Attends all rows. query [T, heads, head_dim] in K/V's dtype (float8, integers: any) -> same shape."""
     plan, layout = _plan(batch), batch.layout
     parts, row, token = [], 0, 0
     if plan.padded and layout.decode_rows:
@@ -121,7 +121,7 @@ def _attend(query: Tensor, kv: KvView, batch: Batch) -> Tensor:
 
 
 def _causal(batch: Batch, row: int, tokens: int, context: int, groups: int) -> Tensor | None:
-    """Returns the mask of a longer row [groups * tokens, context], for so many query heads; None: causal from position
+    """Returns the mask [groups * tokens, context] of a longer row for `groups` query heads; None: causal from position
     0."""
     if batch.done.device.type == "cpu" and tokens == context:
         return None
@@ -134,10 +134,10 @@ def _causal(batch: Batch, row: int, tokens: int, context: int, groups: int) -> T
 
 
 def _single_tokens(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor | None) -> Tensor:
-    """One token for each row: query [R, heads, head_dim], mask [R, 1, 1, context]."""
+    """Computes attention of one-token rows: query [R, heads, head_dim], mask [R, 1, 1, context]."""
     keys, values = (_gather(pool, pages, context, query) for pool in (kv.keys, kv.values))
     if mask is not None:
-        # masked weights are zero, but zero times a stale NaN is NaN, and so may be a masked score
+        # masked weights are zero, but zero times a stale NaN is NaN, and a masked score may be NaN too
         keys, values = (x.masked_fill(~mask.transpose(-1, -2), 0) for x in (keys, values))
     if len(pages) * context > _SHORT:
         out = F.scaled_dot_product_attention(query[:, :, None], keys, values, attn_mask=mask, enable_gqa=True)
@@ -155,14 +155,14 @@ def _single_tokens(query: Tensor, kv: KvView, pages: Tensor, context: int, mask:
 
 
 def _chunk(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor | None) -> Tensor:
-    """One longer row: query [n, heads, head_dim], mask [groups * n, context], on a CPU [n, context]."""
+    """Attends one longer row: query [n, heads, head_dim], mask [groups * n, context], on a CPU [n, context]."""
     keys, values = (_gather(pool, pages, context, query) for pool in (kv.keys, kv.values))
     if mask is None or mask.device.type == "cpu":
         out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], keys, values, attn_mask=mask,
                                              is_causal=mask is None, enable_gqa=True)
         return out[0].transpose(0, 1)
     keys, values = (x.masked_fill(~mask[-1][:, None], 0) for x in (keys, values))
-    # all queries of a K/V head as one: it is read and laid out once instead of once per query head
+    # all query heads of a K/V head in one product, which reads and lays out the K/V head only once
     grouped = query.unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)
     out = F.scaled_dot_product_attention(grouped.flatten(1, 2)[None], keys.contiguous(), values.contiguous(),
                                          attn_mask=mask)

@@ -17,12 +17,12 @@ from deltic.ops.torch.adapters import AdaptedWeight
 from deltic.ops.types import Block, MlpWeights, MoeWeights, Rope, RopeSpec, Weight
 
 _PIECE: Final = 64
-"""Rows of a weight that are one product."""
+"""Number of weight rows in one product."""
 
 
 def pack(weight: Tensor, table: bool) -> Block:
-    """Reorders bfloat16 on a CPU into oneDNN's blocked layout, which takes half the time for few tokens: F.linear reads
-    the plain layout at half of the memory's speed."""
+    """Reorders a bfloat16 weight on a CPU into oneDNN's blocked layout. This halves the time for few tokens, because
+    F.linear reads the plain layout at half of the memory's speed."""
     fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not table
     if not fits or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return weight
@@ -31,7 +31,7 @@ def pack(weight: Tensor, table: bool) -> Block:
 
 
 def linear(x: Tensor, weight: Weight | AdaptedWeight) -> Tensor:
-    """x [T, in], weight [out, in] -> x weightᵀ [T, out]."""
+    """Returns x weightᵀ [T, out] for x [T, in], weight [out, in]."""
     if isinstance(weight, AdaptedWeight):
         return weight.add(linear(x, weight.weight), x)
     if isinstance(weight, tuple):
@@ -47,8 +47,8 @@ def linear(x: Tensor, weight: Weight | AdaptedWeight) -> Tensor:
 
 
 def _in_pieces(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x weightᵀ as several products of one size. A row of a larger one would depend on the number of rows,
-    which shards split; so would the only product of a batch."""
+    """Returns x weightᵀ as several products of one size. In one larger product, or a batch of one product, bits of a
+    row depend on the number of weight rows, which shards split."""
     rows = len(weight)
     whole = rows - rows % _PIECE
     if whole < 2 * _PIECE:
@@ -59,18 +59,18 @@ def _in_pieces(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def matmul(one: Tensor, other: Tensor) -> Tensor:
-    """Returns the products of two batches of matrices [B, ..., rows, columns]. On a CPU there are two at least: the
-    library multiplies a single pair of matrices in another order."""
+    """Returns the products of two batches of matrices [B, ..., rows, columns]. On a CPU it multiplies at least two
+    pairs, because the library uses another order for a single pair."""
     if one.device.type != "cpu" or one.shape[:-2].numel() > 1:
         return one @ other
     return (torch.cat((one, one)) @ torch.cat((other, other)))[:1]
 
 
 def row_parallel(x: Tensor, weight: Weight, shards: int = 1, runs: int = 1) -> Tensor:
-    """x [T, in], weight [out, in] -> x weightᵀ [T, out], in the order of `ops.slices` on a CPU: in x's dtype, or of
-    one of several shards in float32."""
+    """Returns x weightᵀ [T, out], on a CPU summed in the order of `ops.slices`, for x [T, in], weight [out, in]. In x's
+    dtype; for one of several shards in float32."""
     if shards == 1 and x.device.type != "cpu":
-        return linear(x, weight)  # torch serves no split models there
+        return linear(x, weight)  # torch ops do not support split models there
     total = tree_sum(_sliced(x, weight, shards, runs))
     return total.to(x.dtype) if shards == 1 else total
 
@@ -116,7 +116,7 @@ def _gated(x: Tensor, weights: MlpWeights) -> Tensor:
 
 
 def moe(x: Tensor, weights: MoeWeights) -> Tensor:
-    """Runs each expert once, on all tokens that pass it."""
+    """Runs each expert once, on all tokens that are routed to it."""
     assert isinstance(weights.experts, tuple)
     logits, most = head(x, weights.router), weights.per_token
     count = logits.shape[1] - (weights.shared is not None)
@@ -141,15 +141,15 @@ def moe(x: Tensor, weights: MoeWeights) -> Tensor:
 
 
 def _of(expert: MlpWeights, tokens: Tensor) -> MlpWeights:
-    """Returns an expert's weights for products of these tokens alone."""
+    """Returns an expert's weights for products of only these tokens."""
     parts: list[Any] = [part.of(tokens) if isinstance(part, AdaptedWeight) else part
                         for part in (expert.gate_up, expert.down)]
     return replace(expert, gate_up=parts[0], down=parts[1])
 
 
 def _sum_slices(passed: Tensor, shares: Tensor, chosen: Tensor, weights: MoeWeights) -> list[Tensor]:
-    """Returns the sum over the experts of each slice, best first. passed [T, K, H]: outputs of the experts; those of
-    other shards are 0."""
+    """Returns the sum over the experts of each slice, best first. passed [T, K, H]: outputs of the experts; 0 for
+    experts of other shards."""
     count = len(weights.experts)
     slices = torch.tensor([*expert_slices(count, weights.shards), 0], device=chosen.device)
     slices = slices[torch.where((chosen >= 0) & (chosen < count), chosen, count)]
@@ -167,14 +167,14 @@ def head(x: Tensor, weight: Weight) -> Tensor:
 
 @cache
 def frequencies(spec: RopeSpec, device: torch.device) -> Tensor:
-    """Radians per position [rotary_dim / 2] float32. Cached: a CUDA graph may not copy from the host."""
+    """Returns radians per position [rotary_dim / 2] float32. Cached: a CUDA graph may not copy from the host."""
     exponents = torch.arange(spec.rotary_dim // 2, device=device, dtype=torch.float32) * 2 / spec.rotary_dim
     plain = 1.0 / spec.theta**exponents
     return plain / torch.tensor(spec.factors, device=device) if spec.factors else plain
 
 
 def rope(positions: Tensor, spec: RopeSpec) -> Rope:
-    """M-RoPE tables; frequencies of the three axes are interleaved (Qwen3-VL report, arXiv 2511.21631)."""
+    """Computes M-RoPE tables with interleaved frequencies of the three axes (Qwen3-VL report, arXiv 2511.21631)."""
     half, turns = spec.rotary_dim // 2, frequencies(spec, positions.device)
     angles = positions[0].float()[:, None] * turns
     if spec.sections:
@@ -187,8 +187,8 @@ def rope(positions: Tensor, spec: RopeSpec) -> Rope:
 
 
 def put(pool: Tensor, index: Tensor, values: Tensor) -> None:
-    """pool[index] = values along the first axis, rounded to the pool's dtype. On a CPU entry by entry: torch scatters
-    entries this large far below the speed of memory."""
+    """Sets pool[index] = values along the first axis, rounded to the pool's dtype. On a CPU it copies entry by entry,
+    because torch scatters such large entries far below memory speed."""
     if pool.device.type != "cpu":
         pool.index_copy_(0, index, values.to(pool.dtype))
         return
@@ -197,7 +197,7 @@ def put(pool: Tensor, index: Tensor, values: Tensor) -> None:
 
 
 def copy(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> None:
-    """Copies entries of the second axis of every pool."""
+    """Copies entries `source` to `target` along the second axis of every pool."""
     for pool in pools:
         for layer in pool:
             put(layer, target, layer[source])

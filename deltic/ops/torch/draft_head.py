@@ -1,4 +1,4 @@
-"""The hidden states that a draft head keeps for each state slot."""
+"""Reads and writes the hidden states that a draft head keeps for each state slot."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from deltic.ops.types import Batch
 
 
 def hidden_before(slots: Tensor, batch: Batch, hidden: Tensor) -> Tensor:
-    """Returns the hidden states [T, H] before a step's tokens. slots [S, H]: the last ones of each slot. hidden [T, H]:
-    those of the tokens."""
+    """Returns the hidden state before each token of a step [T, H]. slots [S, H]: last hidden state of each slot. hidden
+    [T, H]: hidden states of the tokens."""
     before = hidden.roll(1, 0)
     before[batch.starts[:-1]] = last_hidden(slots, batch)
     return before
 
 
 def last_hidden(slots: Tensor, batch: Batch) -> Tensor:
-    """Returns the hidden states [R, H] of the rows' last tokens before a step; zero for a row without any."""
+    """Returns the hidden states [R, H] of the rows' last tokens before a step; zero for a row without such tokens."""
     return torch.where((batch.done > 0)[:, None], slots[batch.source], 0.0)
 
 

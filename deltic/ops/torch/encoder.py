@@ -27,16 +27,16 @@ Attend = Callable[[Tensor, int], Tensor]
 """(qkv [T, 3 H], number of heads) -> [T, H]."""
 
 _MAX_FLASH_HEAD_DIM: Final = 256
-"""The largest head of flash attention, which needs no padding."""
+"""Maximum head_dim of flash attention, which needs no padding of sequences."""
 SLICE: Final = 2048
-"""Patches computed at once: bounds the memory of a large image and the time until other work can run."""
+"""Patches per computation; bounds the memory of a large image and the time until other work can run."""
 
 
 # Encoders
 
 
 def encoder_backend(device: torch.device, dtype: torch.dtype) -> EncoderBackend:
-    """Returns the backend that serves any device."""
+    """Returns the backend that supports any device."""
     on_cpu = device.type == "cpu"
     return EncoderBackend(device, dtype, torch.float32 if on_cpu else dtype, dtype, _wide_affine,
                           lambda weights: partial(run, weights), overlaps=not on_cpu)
@@ -73,12 +73,12 @@ class LayerStates:
 
 
 def normed(x: Tensor, weights: EncoderWeights) -> Tensor:
-    """Returns the first layer's input for the embeddings."""
+    """Returns the first layer's input: embeddings after their norm."""
     return _norm(x, weights.norm, weights.eps)
 
 
 def run_layer(layer: EncoderLayer, x: Tensor, attend: Attend, weights: EncoderWeights) -> LayerStates:
-    """Runs one layer. weights: give heads and eps."""
+    """Runs one layer. weights: source of heads and eps."""
     mixed = attend(_affine(x, layer.qkv), weights.heads)
     middle = _norm(_affine(mixed, layer.out).add_(x), layer.attention_norm, weights.eps)
     wide = F.gelu(_affine(middle, layer.up))
@@ -103,7 +103,7 @@ def on_device(host: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(outputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Callable[[], None]]:
-    """Starts copies to the host. Returns them, and a function that waits until they are complete."""
+    """Starts copies to the host. Returns the copies, and a function that waits until they are complete."""
     if not any(rows.is_cuda for rows in outputs.values()):
         return dict(outputs), lambda: None
     copies = {name: torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
@@ -124,7 +124,7 @@ def segment_reduce(rows: Tensor, how: Literal["max", "mean", "sum"], lengths: Te
 
 
 def attention_of(batch: Ragged, device: torch.device) -> Attend:
-    """Returns the attention of each sequence of the batch to itself."""
+    """Returns a function for attention within each sequence of the batch."""
     lengths = batch.lengths
     if device.type == "cpu":
         return padded_attention(lengths)
@@ -142,12 +142,12 @@ def attention_of(batch: Ragged, device: torch.device) -> Attend:
 
 
 def padded_attention(lengths: list[int]) -> Attend:
-    """Returns the attention of sequences of these lengths, on any device, in any dtype."""
+    """Returns a function for attention within sequences of these lengths, on any device, in any dtype."""
     return lambda qkv, heads: _padded(qkv, lengths, heads)
 
 
 def _padded(qkv: Tensor, lengths: list[int], heads: int) -> Tensor:
-    """One call for all sequences, which are padded to the longest only here."""
+    """Computes attention of all sequences in one call. Pads them to the longest sequence only here."""
     width = qkv.shape[1] // 3
     wide = torch.nn.utils.rnn.pad_sequence(list(qkv.split(lengths)), batch_first=True)  # [N, L, 3 H]
     count, longest = wide.shape[:2]

@@ -1,4 +1,4 @@
-"""Gated DeltaNet layers in plain torch: one token of many rows at once, or longer rows in chunks of 64 tokens.
+"""Gated DeltaNet layers in plain torch. Rows of one token run as one batch, longer rows in chunks of 64 tokens.
 
 The chunked form is the WY representation of the gated delta rule (arXiv 2412.06464, section 3.3): with D(t, i) the
 decay between two tokens of a chunk and S the state before it,
@@ -22,7 +22,7 @@ from deltic.ops.types import CHUNK, Batch, GdnSpec, GdnWeights, StateView
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """log_decay: log a, [T, Hv]. beta [T, Hv]."""
+    """The gates of T tokens. log_decay: log a, [T, Hv]. beta [T, Hv]."""
 
     log_decay: Tensor
     beta: Tensor
@@ -35,10 +35,10 @@ class Gates:
 class Chunks:
     """The chunks of the longer rows: N of them, ordered by chunk number, then by row, longest row first.
 
-    rows: batch rows, longest first. active: number of rows that have a chunk j, for each j.
+    rows: batch rows, longest first. active: for each j, number of rows that have a chunk j.
     gather [N * CHUNK]: indices into the rows' tokens, padded with the row's last token; None: tokens are in order
         already.
-    real [N, 1, CHUNK]: what is no padding.
+    real [N, 1, CHUNK]: True for tokens, False for padding.
     """
 
     rows: tuple[int, ...]
@@ -47,14 +47,14 @@ class Chunks:
     real: Tensor
 
     def split(self, x: Tensor) -> Tensor:
-        """[tokens, heads, ...] -> [N, heads, CHUNK, ...], contiguous."""
+        """Splits tokens into chunks: [tokens, heads, ...] -> [N, heads, CHUNK, ...], contiguous."""
         if self.gather is not None:
             x = x.index_select(0, self.gather)
         chunks: Tensor = x.unflatten(0, (-1, CHUNK))
         return chunks.transpose(1, 2).contiguous()
 
     def join(self, chunks: Tensor, tokens: int) -> Tensor:
-        """[N, heads, CHUNK, ...] -> [tokens, heads, ...], without padding."""
+        """Inverts `split` and drops padding: [N, heads, CHUNK, ...] -> [tokens, heads, ...]."""
         flat = chunks.transpose(1, 2).flatten(0, 1)
         if self.gather is None:
             return flat
@@ -82,7 +82,7 @@ def cut(batch: Batch) -> Chunks:
 
 
 def heads(mixed: Tensor, spec: GdnSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits convolved channels [T, C]: normalised queries (scaled) and keys [T, Hv, Dk], values [T, Hv, Dv]."""
+    """Splits convolved channels [T, C] into normalised queries (scaled) and keys [T, Hv, Dk], values [T, Hv, Dv]."""
     both, value = mixed.split((2 * spec.keys, spec.values), dim=-1)
     both = both.unflatten(-1, (2, spec.key_heads, spec.key_dim))
     factor = torch.linalg.vector_norm(both, dim=-1, keepdim=True).square_().add_(1e-6).rsqrt_()
@@ -96,8 +96,8 @@ def heads(mixed: Tensor, spec: GdnSpec) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def step(mixed: Tensor, gates: Gates, spec: GdnSpec, state: Tensor) -> Tensor:
-    """One token of each row: mixed [R, C], state [R, Hv, Dk, Dv] -> [R, Hv, Dv]. Updates the state in place; reads it
-    once for key and query together."""
+    """Computes one token of each row: mixed [R, C], state [R, Hv, Dk, Dv] -> [R, Hv, Dv]. Updates the state in place,
+    and reads it only once for both key and query."""
     query, key, value = heads(mixed, spec)
     decay, beta = pointwise(torch.exp, gates.log_decay)[..., None], gates.beta[..., None]
     from_key, from_query = (matmul(torch.stack((key, query), dim=2), state) * decay[..., None]).unbind(2)
@@ -109,11 +109,11 @@ def step(mixed: Tensor, gates: Gates, spec: GdnSpec, state: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What N chunks need besides the state: u is inner - reads S.
+    """The state-independent terms of N chunks: u = inner - reads S.
 
     inner [N, Hv, CHUNK, Dv], reads, query, key [.., CHUNK, Dk], scores [.., CHUNK, CHUNK]: decayed q kT.
-    total [.., CHUNK] float64: sums of log decays. from_start, to_end [.., CHUNK, 1]: decays from the chunk's start, to
-        its end.
+    total [.., CHUNK] float64: cumulative sums of log decays. from_start, to_end [.., CHUNK, 1]: decays from the chunk's
+        start, and to its end.
     """
 
     inner: Tensor
@@ -127,7 +127,7 @@ class _Terms:
 
 
 def chunked(mixed: Tensor, gates: Gates, spec: GdnSpec, recurrent: Tensor, batch: Batch, chunks: Chunks) -> Tensor:
-    """The longer rows: mixed [tokens, C] -> [tokens, Hv, Dv]; writes their target and emit slots of `recurrent`."""
+    """Computes the longer rows: mixed [tokens, C] -> [tokens, Hv, Dv]. Writes their slots of `recurrent`."""
     terms = _terms(mixed, gates, spec, chunks)
     rows = torch.tensor(chunks.rows, device=mixed.device)
     state = recurrent[batch.source[rows]].to(mixed.dtype)
@@ -169,8 +169,8 @@ def _terms(mixed: Tensor, gates: Gates, spec: GdnSpec, chunks: Chunks) -> _Terms
 
 @dataclass(frozen=True, slots=True)
 class _Emits:
-    """The states that longer rows emit: into which slots, in which chunks, after which token of these [E].
-    known: the chunks as numbers, where reading them from the device costs nothing."""
+    """The states [E] that longer rows emit: target slot, chunk, and index of the last token within the chunk. known:
+    the chunks as integers, if reading them from the device is free."""
 
     slots: Tensor
     chunk: Tensor
@@ -193,8 +193,8 @@ def _emits(batch: Batch, chunks: Chunks) -> _Emits:
 
 
 def _emit(recurrent: Tensor, before: dict[int, Tensor], updates: Tensor, terms: _Terms, emits: _Emits) -> None:
-    """States inside or at the end of chunks: the chunk's first state decayed, plus its leading tokens.
-    before: the first states of chunks, by the number of the first of them."""
+    """Writes states inside or at the end of chunks: the state before the chunk, decayed, plus the chunk's leading
+    tokens. before: states before chunks, keyed by the index of the first chunk in each group."""
     place = torch.zeros(len(terms.total), dtype=torch.long, device=emits.chunk.device)
     kept = torch.tensor([start + rank for start, states in before.items() for rank in range(len(states))],
                         device=place.device)
@@ -216,7 +216,7 @@ def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) ->
 
 def core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
     """Computes a layer between its projections: proj [T, C + values + 2 Hv] -> [T, values]."""
-    # the same tensor: no row has entries, known without waiting for the device
+    # if both are the same tensor, no row has entries; this needs no wait for the device
     has_entries = batch.base is not batch.done and bool((batch.base < batch.done).any()) if state.delta_log else False
     uses_log = state.delta_log is not None and (batch.layout.appends or has_entries)
     return (reference.gdn_core if uses_log else _core)(proj, weights, state, batch)
@@ -227,7 +227,7 @@ def flush_delta_log(states: tuple[StateView, ...], source: int, log: int, base: 
 
 
 def _core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
-    """As `core`, for rows without delta logs."""
+    """Runs `core` for rows without delta logs."""
     spec, plan = weights.spec, _plan(batch, state)
     qkv, z, beta, a = proj.split((spec.channels, spec.values, spec.value_heads, spec.value_heads), dim=-1)
     dtype = reference.wide(state.recurrent)
@@ -243,11 +243,11 @@ def _core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> 
 class _ConvPlan:
     """Indices of the convolution rings and the chunks of a batch; the same in every layer.
 
-    Writes, the rows' targets first, then the emits: slots [R + E], places [R + E, W].
-    fresh [R + E, W, 1]: the value is an input of this batch, at index inputs [R + E, W].
+    Writes, first the rows' targets, then the emits: slots [R + E], places [R + E, W].
+    fresh [R + E, W, 1]: the value is an input of this batch, with index inputs [R + E, W].
     kept [R + E, W, 1]: the value comes from the ring of `sources`.
     Reads: window [R, W - 1]: places of the inputs before each row's chunk, oldest first.
-    window_real [R, W - 1, 1]: which of them exist (None: all).
+    window_real [R, W - 1, 1]: True if the input exists (None: all exist).
     started [R]: the row has a state. any_new: some row may have none.
     taps: see `_Taps`; None unless all rows are single tokens in place.
     """
@@ -268,8 +268,8 @@ class _ConvPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Taps:
-    """Single tokens on rings as wide as the kernel: row r writes its input at write[r] and then reads the whole ring,
-    whose place p meets tap index[r, p]."""
+    """Plan for single tokens on rings as wide as the kernel. Row r writes its input at write[r] and then reads the
+    whole ring; entry p is multiplied by tap index[r, p]."""
 
     write: tuple[Tensor, Tensor]
     index: Tensor
@@ -318,7 +318,7 @@ def _taps(batch: Batch, width: int) -> _Taps | None:
 
 
 def _mix(qkv: Tensor, gates: Gates, weights: GdnWeights, state: StateView, batch: Batch, plan: _ConvPlan) -> Tensor:
-    """Convolution and delta rule of all rows -> [T, Hv, Dv] in the dtype of the gates; updates the slots."""
+    """Computes convolution and delta rule of all rows -> [T, Hv, Dv] in the dtype of the gates. Updates the slots."""
     singles, kernel = batch.layout.decode_rows, weights.spec.conv_kernel
     if plan.taps is not None and state.conv.shape[1] == kernel:
         mixed = _convolve_in_place(qkv, weights.conv, state, batch, plan.taps)
@@ -337,10 +337,10 @@ def _mix(qkv: Tensor, gates: Gates, weights: GdnWeights, state: StateView, batch
 
 
 def _step(mixed: Tensor, gates: Gates, weights: GdnWeights, state: StateView, batch: Batch, plan: _ConvPlan) -> Tensor:
-    """The delta rule for the leading rows of one token [R1, C] -> [R1, Hv, Dv]; writes their slots."""
+    """Computes the delta rule of the leading one-token rows [R1, C] -> [R1, Hv, Dv]. Writes their slots."""
     rows, recurrent = mixed.shape[0], state.recurrent
     place = slice(*batch.span) if batch.span else batch.source[:rows]
-    current = recurrent[place].to(mixed.dtype)  # of a span, and in the same dtype: the slots themselves
+    current = recurrent[place].to(mixed.dtype)  # for a span in the same dtype: the slots themselves
     if plan.any_new:
         current.masked_fill_(~plan.started[:rows, None, None, None], 0)
     output = step(mixed, gates, weights.spec, current)
@@ -349,7 +349,7 @@ def _step(mixed: Tensor, gates: Gates, weights: GdnWeights, state: StateView, ba
     elif recurrent.dtype != current.dtype:
         recurrent[place] = current.to(recurrent.dtype)
     if batch.layout.checkpoints:
-        # a row of one token emits its new state; what longer rows emit is written over by `chunked`
+        # a one-token row emits its new state; `chunked` later overwrites the emits of longer rows
         put(recurrent, batch.emit_slot, current[batch.emit_row.clamp(max=rows - 1)])
     return output
 
@@ -362,13 +362,13 @@ def _convolve_in_place(qkv: Tensor, conv: Tensor, state: StateView, batch: Batch
 
 
 def _sum_taps(products: Tensor) -> Tensor:
-    """products [R, taps, C] -> silu of their sums [R, C], added one by one: the order in which torch adds up a whole
-    axis depends on the number of channels."""
+    """Returns silu of the sums over taps: products [R, taps, C] -> [R, C]. Adds the taps one by one, because torch's
+    order of additions over an axis depends on the number of channels."""
     return pointwise(F.silu, reduce(torch.add, products.unbind(1)))
 
 
 def _history(conv: Tensor, batch: Batch, plan: _ConvPlan, count: int) -> Tensor:
-    """The last `count` raw inputs before each row's chunk [R, count, C], zeros before position 0."""
+    """Returns the last `count` raw inputs before each row's chunk [R, count, C], zeros before position 0."""
     places = plan.window[:, plan.window.shape[1] - count:]
     history = conv[batch.source[:, None], places]
     return history if plan.window_real is None else torch.where(plan.window_real[:, -count:], history, 0)
@@ -381,9 +381,9 @@ def _write_rings(qkv: Tensor, conv: Tensor, plan: _ConvPlan) -> None:
 
 
 def _convolve(qkv: Tensor, history: Tensor, conv: Tensor, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """Causal depthwise convolution and silu of the longer rows -> [their tokens, C]."""
+    """Computes causal depthwise convolution and silu of the longer rows -> [their tokens, C]."""
     layout, start, outputs = batch.layout, batch.layout.decode_rows, []
-    # as an image of width 1 with its channels last, which is how the tokens lie in memory
+    # as an image of width 1 with channels last, which is the memory layout of the tokens
     kernel = conv.to(qkv.dtype)[:, None, :, None]
     for row in range(layout.decode_rows, layout.rows):
         end = start + layout.chunks[row]

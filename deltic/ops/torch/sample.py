@@ -13,7 +13,7 @@ from deltic.ops.types import Adjust, Sampled, Sampling
 
 _FLAT = 1e-6
 CANDIDATES = 256
-"""Best tokens that the filters consider first."""
+"""Number of best tokens that the filters try first."""
 
 
 def _apply(logits: Tensor, adjust: Adjust) -> None:
@@ -32,7 +32,7 @@ def changed(old: Tensor, repetition: Tensor | None, offset: Tensor | None) -> Te
 
 def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     low, high = torch.aminmax(logits, dim=-1)
-    # NaN and infinities make the difference NaN or infinite
+    # a NaN or infinite logit makes the difference NaN or infinite
     healthy = ((high - low) >= _FLAT) & torch.isfinite(high - low)
     reports = _logprobs(logits, sampling.top_logprobs)
     if sampling.adjust is not None:
@@ -48,7 +48,7 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
 
 
 def _logprobs(logits: Tensor, count: int | None) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns log-probabilities [L, V], most probable tokens [L, n], theirs [L, n]; ties by lower token id."""
+    """Returns log-probabilities [L, V], the most probable tokens [L, n] and their values [L, n]; lower ids win ties."""
     if count is None:
         return None
     probabilities = logits.double().log_softmax(-1).float()
@@ -63,7 +63,7 @@ def _draw(logits: Tensor, sampling: Sampling) -> Tensor:
         drawn, sure = _draw_filtered(scores, sampling, CANDIDATES)
         free = (sampling.top_k == 0) & (sampling.top_p >= 1) & (sampling.min_p == 0)
         for wanted, draw in ((free, _draw_any), (~free & ~sure, _draw_ordered)):
-            # rows are independent: a neighbour's filters change nothing
+            # rows are independent: filters of other rows change nothing
             rows = (wanted & (sampling.temperature > 0)).nonzero()[:, 0]
             if len(rows):
                 drawn[rows] = draw(scores[rows], _some(sampling, rows))
@@ -73,7 +73,7 @@ def _draw(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _some(sampling: Sampling, rows: Tensor) -> Sampling:
-    """Returns the sampling of these rows."""
+    """Returns the sampling parameters of these rows."""
     return replace(sampling, temperature=sampling.temperature[rows], top_k=sampling.top_k[rows],
                    top_p=sampling.top_p[rows], min_p=sampling.min_p[rows], key=sampling.key[rows])
 
@@ -84,29 +84,29 @@ def _draw_any(scores: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _draw_ordered(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Draws among what the filters keep, with the whole vocabulary sorted."""
+    """Draws among the tokens that the filters keep; sorts the whole vocabulary."""
     return _draw_filtered(scores, sampling, scores.shape[1])[0]
 
 
 def _draw_filtered(scores: Tensor, sampling: Sampling, count: int) -> tuple[Tensor, Tensor]:
-    """Draws among what the filters keep of the `count` best tokens. Also returns the rows [L] of which they surely keep
-    no others."""
+    """Draws among those of the `count` best tokens that the filters keep. Also returns for each row [L] if the filters
+    certainly keep no other tokens."""
     count = min(count, scores.shape[1])
-    # in order of their ids, so that a stable sort puts the lower one of two equals first
+    # sorted by id, so that a stable sort puts the lower one of two equals first
     ids = scores.topk(count).indices.sort(-1).values
     values, order = scores.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     ids, top_k = ids.gather(1, order), sampling.top_k[:, None]
     kept = _keep(values, scores.logsumexp(-1, keepdim=True), sampling)
     chosen = (values + gumbel(sampling.key, ids)).masked_fill(~kept, -torch.inf).argmax(-1, keepdim=True)
-    # tokens that tie with the last one may have been left out
+    # tokens that tie with the last candidate may be missing
     sure = kept.sum(-1) <= (values > values[:, -1:]).sum(-1)
     sure &= ((top_k <= count) | (sampling.top_p[:, None] >= 1))[:, 0]
     return ids.gather(1, chosen)[:, 0], sure | (count == scores.shape[1])
 
 
 def _keep(values: Tensor, total: Tensor, sampling: Sampling) -> Tensor:
-    """Returns which candidates the filters keep: values [L, n] float64, best first; total [L, 1]: logsumexp of the row.
-    top_p is right only if top_k is 0 or at most n."""
+    """Returns a mask of the candidates that the filters keep. values [L, n] float64: best first. total [L, 1]:
+    logsumexp of the row. top_p is correct only if top_k is 0 or at most n."""
     rank = torch.arange(values.shape[1], device=values.device)
     top_k = sampling.top_k[:, None]
     in_k = (top_k == 0) | (rank < top_k)
