@@ -1,1 +1,1 @@
-"""Words in, words out: templates, tokens, streams and tool calls. Knows no engine and no tensors."""
+"""Converts between messages and token ids: templates, tokens, streams, tool calls. Uses no engine and no tensors."""

@@ -22,12 +22,12 @@ _MAX_PIECES = 256  # pieces of an answer that are kept before they are joined
 class Choice:
     """One finished answer.
 
-    error: the message, if finish is "error"; the other fields then hold the answer up to the error.
+    error: the error message, if finish is "error"; the other fields then hold the answer up to the error.
     logprobs: one for each token, if requested.
     said: text, reasoning and calls in the order of generation.
-    stop: the stop string that ended it.
+    stop: the stop string that ended the answer.
     prompt_logprobs: one for each token of the prompt but the first, if requested.
-    end: where other conversations can go on, if it is recorded.
+    end: the position where other conversations can continue, if it is recorded.
     """
 
     index: int
@@ -47,7 +47,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class ChatOutput:
-    """The choices of one request; `text`, `reasoning` and `calls` are those of the first."""
+    """The choices of one request; `text`, `reasoning` and `calls` belong to the first choice."""
 
     choices: tuple[Choice, ...]
 
@@ -64,7 +64,7 @@ class ChatOutput:
         return self.choices[0].calls
 
     def sound(self) -> ChatOutput:
-        """Returns itself; GenerationError if a choice ended with an error."""
+        """Returns itself. Raises GenerationError if a choice ended with an error."""
         for choice in self.choices:
             if choice.finish == "error":
                 raise GenerationError(choice.error or "the engine gave up on the answer", self)
@@ -100,8 +100,8 @@ class ChoiceDelta:
 class _OpenChoice:
     """A choice that is being generated.
 
-    keeps: the whole choice is wanted in the end.
-    end: its last event.
+    keeps: the whole choice is needed at the end.
+    end: the last event of the choice.
     """
 
     job: PreparedRequest
@@ -129,7 +129,7 @@ class _OpenChoice:
         self.end = event if event.finish else None
 
     def piece(self, number: int) -> ChoiceDelta:
-        """Returns the output since the last piece."""
+        """Returns the output since the previous piece."""
         if self.end:
             ended = self.text.ended
             self.deltas += self.text.finish(cut=self.end.finish != "stop")
@@ -161,9 +161,9 @@ class _OpenChoice:
 
 
 class AnswerAssembler:
-    """Assembles the answers to some requests, for `LLM` and the server.
+    """Assembles the answers to one or more requests, for `LLM` and the server.
 
-    whole: sets `done` of finished choices, and `outputs` of finished requests; else keeps only what records need.
+    whole: sets `done` of finished choices, and `outputs` of finished requests; else keeps only data for answer records.
     tokens: number of tokens so far.
     """
 
@@ -172,7 +172,7 @@ class AnswerAssembler:
         self.tokens, self._whole = 0, whole
         self._rows = {job.request.id: row for row, job in enumerate(jobs)}
         self._firsts = [*accumulate((job.request.choices for job in jobs), initial=0)]
-        self._open: dict[int, _OpenChoice] = {}  # by number, from the first event to the last
+        self._open: dict[int, _OpenChoice] = {}  # by choice number, from its first to its last event
         self._done: list[dict[int, Choice]] = [{} for _ in jobs]
         self._stopped: set[int] = set()
         self._prompts: dict[int, tuple[TokenLogprobs, ...]] = {}  # by request: only the first choice has them
@@ -181,7 +181,7 @@ class AnswerAssembler:
         return self._rows[event.request]
 
     def take(self, events: Iterable[Event]) -> list[ChoiceDelta]:
-        """Takes events; returns a piece for each of their choices."""
+        """Takes events. Returns one piece for each choice that has events."""
         touched: dict[int, _OpenChoice] = {}
         for given in events:
             assert isinstance(given, TokenEvent), "a vector is no answer"
@@ -206,7 +206,7 @@ class AnswerAssembler:
             self.outputs[row] = ChatOutput(tuple(done[choice] for choice in sorted(done)))
 
     def stop(self, row: int) -> None:
-        """Takes no more tokens of a request: its choices end where they are."""
+        """Ignores all further tokens of a request: its choices end at their current position."""
         self._stopped.add(row)
         if self.jobs[row].request.matcher:  # the text may be ahead of the taken tokens
             for open_choice in (self._open[number] for number in self._numbers(row) if number in self._open):
@@ -216,8 +216,8 @@ class AnswerAssembler:
         return row in self._stopped
 
     def close(self) -> list[Callable[[], AnswerEnd | None]]:
-        """Drops unfinished choices. Returns functions that record what clients have seen of them, so that answers with
-        the same text and other reasoning are known to be ambiguous."""
+        """Drops unfinished choices. Returns functions that record the parts that clients have seen, so that answers
+        with the same text and other reasoning are known to be ambiguous."""
         left = [open_choice.remembering(join(open_choice.said), "abort") for open_choice in self._open.values()]
         self._open.clear()
         return [remember for remember in left if remember]
@@ -263,7 +263,7 @@ class AnswerAssembler:
 
 
 def answer_end(output: Any) -> AnswerEnd:
-    """Returns where an output of `chat`, or one of its choices, ended. RequestError if nothing can branch off there."""
+    """Returns the end of an output of `chat` or of one of its choices. Raises RequestError if it cannot be forked."""
     choice = output.choices[0] if isinstance(output, ChatOutput) else output
     if not isinstance(choice, Choice):
         raise RequestError(f"fork_from must be an output of chat, or one of its choices, not {show(output)}",

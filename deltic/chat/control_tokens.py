@@ -1,10 +1,10 @@
-"""Keeps control tokens in client text from becoming control tokens.
+"""Prevents control tokens in client text from being encoded as control tokens.
 
 A chat template writes control tokens such as `<|im_end|>` around client text, which may contain the same characters.
 `Quoter` puts a MARK into each of those before rendering. `Tokenizer.encode(quoted=True)` cuts the rendered text at the
-marks, so that they are encoded as ordinary text. Text without control tokens is rendered and encoded as it is.
+marks, so that they are encoded as ordinary text. Text without control tokens is rendered and encoded unchanged.
 
-Control tokens are the special tokens of a vocabulary and added tokens in the form of chat markup (`<think>`,
+Control tokens are the special tokens of a vocabulary, and added tokens in the form of chat markup (`<think>`,
 `<tool_call>`, `<|fim_prefix|>`). Added tokens for HTML tags or white space are ordinary text. Two places keep markup
 that templates look for: a think block at the start of an assistant's content, and the tags around a user message that
 is a tool result (`<tool_response>`).
@@ -24,8 +24,8 @@ from deltic.chat.markers import THINK, THINK_END
 from deltic.errors import RequestError
 
 MARK: Final = "8062593714063829"
-"""Marks where the text of a control token is cut. Digits, as templates may escape or change other characters. Not
-secret: it is replaced in client text."""
+"""Marks the position at which the text of a control token is cut. It consists of digits, as templates may escape or
+change other characters. It is not secret: it is replaced in client text."""
 _REPLACED: Final = "\ufffd"
 
 _MARKUP = re.compile(r"<\|.*\|>|</?think(?:ing)?>|</?[a-z]+[_:][a-z_:]+>|\[/?[A-Z_]+\]", re.DOTALL)
@@ -37,13 +37,13 @@ _KNOWN_KEYS = frozenset({
 
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages, Messages | None, Mapping[str, Any]], str]
-"""Takes messages, tools and template variables."""
+"""Function that takes messages, tools and template variables, and returns the rendered text."""
 
 
 class ControlTokens:
     """The control tokens of a vocabulary.
 
-    added: ids of added tokens by text. cuts: returns the pre-tokenizer's cuts in a text: control tokens are cut there,
+    added: ids of added tokens by text. cuts: returns the pre-tokenizer's cuts in a text. Control tokens are cut there,
     so that their ids as ordinary text are the usual ones.
     """
 
@@ -77,7 +77,7 @@ class ControlTokens:
         return _marked(text, sorted(set(marks))) if marks else text
 
     def quote_key(self, key: str) -> str:
-        """As `quote`, for a mapping key, which a template may write between brackets."""
+        """Quotes a mapping key as `quote` does. A template may write the key between brackets."""
         if key in self._inners and key not in _KNOWN_KEYS:
             return key[:1] + MARK + key[1:]
         return self.quote(key)
@@ -87,15 +87,15 @@ class ControlTokens:
         return [match.span() for match in self._pattern.finditer(text)]
 
     def spells(self, text: str) -> bool:
-        """True if the text contains a control token."""
+        """Returns True if the text contains a control token."""
         return self._pattern.search(text) is not None
 
     def is_markup(self, text: str) -> bool:
-        """True for a control token that is not a special token."""
+        """Returns True for a control token that is not a special token."""
         return text in self._markup
 
     def settle(self, text: str) -> str:
-        """Moves the marks of a rendered text to the cuts of the control tokens around them, and drops the others."""
+        """Moves the marks of a rendered text to the cuts of the control tokens around them. Drops all other marks."""
         pieces = text.split(MARK)
         marks, length = set[int](), 0
         for piece in pieces[:-1]:
@@ -107,7 +107,7 @@ class ControlTokens:
                                for cut in self._cuts[match[0]]])
 
     def ordinary(self, text: str) -> str:
-        """Marks all control tokens of a text, in the form of `settle`."""
+        """Marks all control tokens of a text, in the form that `settle` returns."""
         return MARK.join(self.pieces(text))
 
     def pieces(self, text: str) -> list[str]:
@@ -116,7 +116,7 @@ class ControlTokens:
                               for cut in self._cuts[match[0]]])
 
     def _cut(self, text: str, cuts: Callable[[str], Iterable[int]]) -> tuple[int, ...]:
-        """Returns where to cut a token so that no piece is a control token."""
+        """Returns the positions at which to cut a token so that no piece is a control token."""
         inner = [cut for cut in cuts(text) if 0 < cut < len(text)]
         for cut in (*inner, *range(1, len(text))):
             if not self.spells(text[:cut]) and not self.spells(text[cut:]):
@@ -125,14 +125,14 @@ class ControlTokens:
 
 
 class Quoted(Protocol):
-    """A value whose quoted form is kept; None: it is not known yet."""
+    """A value that stores its quoted form; None: the quoted form is not known yet."""
 
     quoted: Any
 
 
 class Quoter:
-    """Renders one conversation with quoted client text. read: values that are quoted once for all conversations, by
-    their identity."""
+    """Renders one conversation with quoted client text. read: values that are quoted once for all conversations, keyed
+    by identity."""
 
     def __init__(self, tokens: ControlTokens, read: Mapping[int, Quoted] = MappingProxyType({})) -> None:
         self._tokens = tokens
@@ -163,7 +163,7 @@ class Quoter:
         return self._known[key][1]
 
     def _value(self, value: Any, prefill: bool = False) -> Any:
-        """Returns a copy with all texts quoted; the value itself if there is nothing to quote."""
+        """Returns a copy with all texts quoted, or the value itself if there is nothing to quote."""
         if isinstance(value, str):
             return self._tokens.quote(value)
         if isinstance(value, Mapping):
@@ -185,7 +185,7 @@ class Quoter:
         return self._tokens.quote(item, lambda match: match.span() in kept)
 
     def _apart(self, parts: Sequence[Any], quoted: list[Any]) -> list[Any]:
-        """Adds a mark between parts of a content that together spell a control token."""
+        """Adds a mark between parts of a content that spell a control token when joined."""
         texts = [part["text"] if isinstance(part, Mapping) and isinstance(part.get("text"), str) else None
                  for part in parts]
         ends = [*accumulate(len(text or "\n") for text in texts)]
@@ -216,7 +216,7 @@ def unmarked(text: str) -> str:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Returns a pattern of the longest of the texts at each position; a trie, for up to 1,000 texts."""
+    """Returns a pattern that matches the longest of the texts at each position; a trie, for up to 1,000 texts."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree
@@ -253,12 +253,12 @@ _FORMS: Sequence[tuple[str, str, str]] = (
 """Tokens before the prefix, the suffix and the answer: Qwen, StarCoder, SantaCoder, GLM, CodeLlama, DeepSeek."""
 _ENDS = ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|endoftext|>", "<fim_pad>", "<file_sep>", "<|endofmiddle|>",
          "\u2581<EOT>", "<EOT>")
-"""More tokens that end such an answer."""
+"""Further tokens that end such an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Infill:
-    """The fill-in-the-middle tokens of a vocabulary. ends: those that end an answer."""
+    """The fill-in-the-middle tokens of a vocabulary. ends: tokens that end an answer."""
 
     prefix: int
     suffix: int
@@ -267,7 +267,7 @@ class Infill:
 
     @classmethod
     def of(cls, added: Mapping[str, int]) -> Infill:
-        """Looks the tokens up among the tokenizer's added tokens; RequestError if there are none."""
+        """Finds the tokens among the tokenizer's added tokens. Raises RequestError if there are none."""
         for form in _FORMS:
             if all(token in added for token in form):
                 prefix, suffix, middle = (added[token] for token in form)
@@ -277,5 +277,5 @@ class Infill:
                            "(such as fim_prefix)", "suffix")
 
     def ids(self, before: Sequence[int], behind: Sequence[int]) -> list[int]:
-        """Returns the prompt for the text between two texts."""
+        """Returns the prompt that asks for the text between two texts."""
         return [self.prefix, *before, self.suffix, *behind, self.middle]

@@ -36,23 +36,23 @@ _SLACK = 256
 _PROBES, _QUESTION = ("Hello", "0"), "Question"
 _TWO_SYSTEMS = [{"role": "system", "content": "Be"}, {"role": "user", "content": "Hello"},
                 {"role": "system", "content": "brief"}, {"role": "user", "content": "Hello"}]
-_LONG = 64  # messages from which on a shorter conversation is rendered in place of the whole
-_AROUND = 2  # turns, or steps of one turn, that a shorter conversation keeps at either side
+_LONG = 64  # number of messages from which a shorter conversation is rendered in place of the whole
+_AROUND = 2  # turns, or steps of one turn, that a shorter conversation keeps at either end
 _MAX_PREFIXES = 256
 _NO_TOOLS: Schemas = MappingProxyType({})
 
 Messages = Sequence[Mapping[str, Any]]
 Anchor = tuple[int, int, int]
-"""A special token: its index among the ids, and the start and end of its text. A bare tuple, since a prompt may have
-100,000 of them, and as many tracked objects would trigger full garbage collections."""
+"""A special token: its index among the ids, and the start and end of its text. A bare tuple, because a prompt may have
+100,000 of them, and as many objects tracked by the garbage collector would trigger full collections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """The input of a prompt: normalised messages and tools, and template variables.
 
-    quoter: keeps client text from becoming control tokens; None allows it.
-    read_once: what is cached of messages and tools, by their identity.
+    quoter: keeps client text from becoming control tokens; None allows control tokens in client text.
+    read_once: cached data of messages and tools, keyed by identity.
     """
 
     template: ChatTemplate
@@ -67,8 +67,8 @@ class Conversation:
     def read(cls, template: ChatTemplate, tokenizer: Tokenizer, messages: Any, tools: Any = None,
              variables: Mapping[str, Any] | None = None, *, see: See | None = None,
              parse_special: bool = False, cache: MessageCache | None = None) -> Conversation:
-        """Reads the fields of a request; RequestError names a wrong one. Later system messages move to the first if the
-        template takes no others. parse_special: messages may contain control tokens. cache: of the owner's messages.
+        """Reads the fields of a request. Raises RequestError that names a wrong one. Later system messages move to the
+        first if the template takes no others. parse_special: messages may contain control tokens. cache: of the owner.
         """
         given = plain(variables or {}, "chat_template_kwargs")
         for name in _RESERVED:
@@ -83,14 +83,14 @@ class Conversation:
 
     @property
     def schemas(self) -> Schemas:
-        """The schemas of the tools by name."""
+        """Returns the schemas of the tools by name."""
         if not self.tools:
             return _NO_TOOLS
         read = self.read_once.get(id(self.tools))
         return tool_schemas(self.tools) if read is None or read.schemas is None else read.schemas
 
     def json(self, value: Any) -> str:
-        """Returns JSON of a message or of the tools. Cached with them."""
+        """Returns a message or the tools as JSON. The JSON is cached with them."""
         read = self.read_once.get(id(value))
         if read is None:
             return json.dumps(value, sort_keys=True)
@@ -135,7 +135,7 @@ def _render_alone(source: str, given: str, add_generation_prompt: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A text with marks and its ids. kept: number of leading ids from the caller. anchors: special tokens in order."""
+    """A text with marks, and its ids. kept: number of leading ids from the caller. anchors: special tokens in order."""
 
     text: str
     ids: tuple[int, ...]
@@ -145,7 +145,7 @@ class EncodedPrompt:
 
 def load_template(tokenizer: Tokenizer, tools: object = None,
                   seconds: float = Limits().template_seconds) -> ChatTemplate:
-    """Compiles the tokenizer's own chat template; TemplateError if it has none. seconds: its time limit."""
+    """Compiles the tokenizer's own chat template. Raises TemplateError if there is none. seconds: its time limit."""
     source = tokenizer.template_for(tools)
     if source is None:
         raise TemplateError("this model has no chat template: give a file with one (`chat_template`), "
@@ -157,8 +157,8 @@ def encode_prompt(tokenizer: Tokenizer, text: str, known: Sequence[int] = (), bo
                   before: EncodedPrompt | None = None) -> EncodedPrompt:
     """Encodes a text from `Conversation.render`. Known ids that spell its beginning are kept; the rest is encoded.
 
-    They are kept as a whole or up to a special token, where tokens end in any case. LongPromptError beyond the bound.
-    before: a prompt of the same tokenizer whose text may begin alike. It saves work and changes nothing.
+    They are kept as a whole or up to a special token, where tokens always end. Raises LongPromptError beyond the bound.
+    before: a prompt of the same tokenizer with a similar beginning, which saves work and never changes the result.
     """
     start, first, anchors = _shared_beginning(before, text, known)
     shared = before.ids[:start] if before else ()
@@ -177,7 +177,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str, known: Sequence[int] = (), bo
 
 def encode_unfinished(conversation: Conversation, continues: bool, bound: TokenLimit = UNBOUNDED) -> EncodedPrompt:
     """Encodes the conversation without the start of an answer. continues: also without the end of the last message,
-    which must be the assistant's and is continued; RequestError if it is not."""
+    which must be the assistant's and is continued. Raises RequestError if it is not."""
     if not continues:
         text = conversation.render(conversation.messages, False)
         return encode_prompt(conversation.tokenizer, text, bound=bound)
@@ -223,9 +223,9 @@ def system_prefix_len(conversation: Conversation, prompt: EncodedPrompt,
 
 
 def _last_turn_start(prompt: EncodedPrompt, view: _ShortView, ending: str = "") -> int:
-    """Returns where the last message begins if it is a user message after an answer: an edit changes the prompt there.
+    """Returns the start of a last message that is a user message after an answer: an edit changes the prompt there.
 
-    0 for other messages. ending: the text after a last question, if known, which saves a rendering.
+    Returns 0 for other messages. ending: the text after a last question, if known, which saves a rendering.
     """
     *before, last = view.conversation.messages or [{"role": "nobody"}]
     if last["role"] != "user" or all(message["role"] != "assistant" for message in before):
@@ -241,9 +241,9 @@ def _last_turn_start(prompt: EncodedPrompt, view: _ShortView, ending: str = "") 
 
 
 class RenderedPrefixes:
-    """Caches how conversations begin. Threads may share it.
+    """Caches the beginnings of rendered conversations. Thread-safe.
 
-    Keeps length and digest of a text only: it may be long, and may change with the date.
+    Stores only the length and digest of a text, because a text may be long and may change with the date.
     """
 
     def __init__(self) -> None:
@@ -251,8 +251,8 @@ class RenderedPrefixes:
         self._lock = Lock()
 
     def others(self, conversation: Conversation, text: str) -> list[str]:
-        """Returns the beginnings of other conversations with the same system message and tools; none without either, or
-        if the template refuses them."""
+        """Returns the beginnings of other conversations with the same system message and tools. Returns none without
+        either, or if the template refuses them."""
         count = next((i for i, message in enumerate(conversation.messages) if message["role"] != "system"), 0)
         if not count and not conversation.tools:
             return []
@@ -271,7 +271,7 @@ class RenderedPrefixes:
     def before_answer(self, conversation: Conversation, last: int, text: str) -> str | None:
         """Returns the text before the first answer, up to message `last`, that the template renders alone.
 
-        text: that of the conversation up to this message or farther.
+        text: the text of the conversation up to at least this message.
         """
         for index in range(1, last + 1):
             if conversation.messages[index]["role"] == "assistant":
@@ -302,10 +302,10 @@ class RenderedPrefixes:
 
 
 def _shared_beginning(before: EncodedPrompt | None, text: str, known: Sequence[int]) -> tuple[int, int, list[Anchor]]:
-    """Returns the last special token before which a text begins as the one of an earlier prompt, with the same ids: its
-    index and place, and the special tokens before it. Zeros if there is none.
+    """Returns the last special token that a text has in common with an earlier prompt, with the same ids up to there:
+    its index and position, and the special tokens before it. Zeros if there is none.
 
-    With known ids the earlier prompt must have kept these; without, none.
+    With known ids, the earlier prompt must have kept them; without known ids, it must have kept none.
     """
     if before is None or (before.kept and not known):
         return 0, 0, []
@@ -320,7 +320,7 @@ def _shared_beginning(before: EncodedPrompt | None, text: str, known: Sequence[i
 
 
 def _matching_prefix(tokenizer: Tokenizer, text: str, known: Sequence[int]) -> tuple[int, int, list[Anchor]]:
-    """Returns how many known ids the text begins with, their characters and their special tokens."""
+    """Returns the number of known ids that the text begins with, their characters and their special tokens."""
     pieces = text.split(MARK)
     marks = [*accumulate(map(len, pieces[:-1]))]
     kept, offset, anchors = _matching_unmarked(tokenizer, "".join(pieces), marks, known)
@@ -334,7 +334,7 @@ def _matching_prefix(tokenizer: Tokenizer, text: str, known: Sequence[int]) -> t
 
 def _matching_unmarked(tokenizer: Tokenizer, text: str, marks: Sequence[int], known: Sequence[int]
                      ) -> tuple[int, int, list[Anchor]]:
-    """As `_matching_prefix`, for a text without marks; no special token contains one of the `marks`."""
+    """Does the same as `_matching_prefix` for a text without marks. No special token may contain one of the `marks`."""
     anchors: list[Anchor] = []
     offset, composed = 0, tokenizer.composes
     cuts = [0, *(index for index, id in enumerate(known) if index and id in tokenizer.special), len(known)]
@@ -397,14 +397,14 @@ class _ShortView:
         return ""
 
     def place(self, characters: int) -> int:
-        """Converts a position of this text to one of the whole text."""
+        """Converts a position in this text to a position in the whole text."""
         return characters + self.missing if characters >= self.gap else characters
 
 
 def _shorten(conversation: Conversation, prompt: EncodedPrompt) -> _ShortView:
     """Leaves out the middle of a long conversation, so that renderings of its continuations cost little.
 
-    Only if the whole text is the shorter one with an insertion: then both differ from their continuations alike.
+    Only if the whole text equals the shorter one with an insertion: then both differ from their continuations alike.
     """
     whole, middle = _ShortView(conversation, prompt.text), _middle(conversation.messages)
     if len(middle) < _LONG:
@@ -421,7 +421,7 @@ def _shorten(conversation: Conversation, prompt: EncodedPrompt) -> _ShortView:
 
 
 def _middle(messages: Messages) -> range:
-    """Returns the longest range of messages without effect on the end: before or within the last turns."""
+    """Returns the longest range of messages that do not affect the end: before or within the last turns."""
     start = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     turns = [index for index, message in enumerate(messages) if message["role"] == "user"][-_AROUND:] or [start]
     ranges = [range(start, turns[0])]
@@ -433,7 +433,7 @@ def _middle(messages: Messages) -> range:
 
 
 def _shared_tokens(prompt: EncodedPrompt, view: _ShortView, text: str) -> int:
-    """Returns the number of ids shared with a text; encodes from the last special token before the difference."""
+    """Returns the number of ids shared with a text. Encodes from the last special token before the difference."""
     if not text:
         return 0
     parted = common_length(view.text, text)

@@ -1,17 +1,17 @@
-"""Remembers finished answers, so that the next prompt repeats the last one token by token.
+"""Records finished answers, so that the next prompt repeats the last one token by token.
 
 Templates rewrite earlier turns, clients re-serialise them, and the same text may be encoded into other tokens: each of
-these makes the next prompt differ from the cached one. So every answer leaves a record with its exact ids, under a hash
-of what the client can see of the conversation. The next prompt is made in one of two modes:
+these makes the next prompt differ from the cached one. Therefore every answer leaves a record with its exact ids, keyed
+by a hash of the part of the conversation that the client can see. The next prompt is made in one of two modes:
 
     template   the text that the template renders, encoded with the recorded ids as far as they spell the same text
     preserve   the recorded ids, reasoning included, and the text that the template renders after them
 
 If the client sends reasoning back, only records with the same reasoning are used. If it does not, and conversations
-that look alike have had different answers, none of them is used, so that no conversation gets the reasoning of another;
-later answers tell them apart again. In doubt, a prompt is rendered and encoded without records.
+that look alike have had different answers, none of the records is used, so that no conversation gets the reasoning of
+another; later answers make them distinguishable again. In doubt, a prompt is rendered and encoded without records.
 
-Records have an owner, and a prompt uses only those of its own owner.
+Records have an owner, and a prompt uses only records of its own owner.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ MODES = ("template", "preserve")
 _TOGGLES = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort"})
 # A text with more characters per token than this is measured before it is rendered.
 _MAX_CHARS_PER_TOKEN = 8
-_KEY_VERSION = 4  # of what keys hash
-_CHARS_BY_TOKEN = 4  # of usual text
+_KEY_VERSION = 4  # version of the data that keys hash
+_CHARS_BY_TOKEN = 4  # average of ordinary text
 _MAX_PROMPT_CHARS = 64_000_000
-_CHARS_OF_ID = 40  # memory of an id in a prompt that is kept
-_ANSWER_SHARE = 4  # a preserved prompt leaves 1/4 of the context to its answer
+_CHARS_OF_ID = 40  # memory of one id in a kept prompt, in characters
+_ANSWER_SHARE = 4  # a preserved prompt leaves at least 1/4 of the context to its answer
 _BEFORE = normalise_messages([{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}])
-"""In place of a conversation whose ids are known, to render what follows it."""
+"""Placeholder for a conversation with known ids, used to render the text that follows it."""
 _SAMPLE = "The quick brown fox: 0.5 \u00e9t\u00e9 \u6f22\u5b57\n\n{}"
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class HistoryTurn:
     """A prompt, and the data that a record of its answer needs.
 
     stable_prefixes: positions up to which following prompts are expected to repeat the ids.
-    parent, kept: the first `kept` ids are those of this record.
+    parent, kept: the first `kept` ids are those of the record `parent`.
     system_prefix_len, thoughts: as in `AnswerRecord`, for the answers so far.
     state: hash of everything that the client can see up to here, with calls typed by the schemas.
     """
@@ -96,7 +96,7 @@ class HistoryTurn:
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """The end of a recorded answer, where any number of conversations can go on. key, digest: of its record."""
+    """The end of a recorded answer, where any number of conversations can continue. key, digest: of its record."""
 
     key: str
     digest: str
@@ -115,8 +115,8 @@ class _BaseAnswer:
 
 @dataclass(frozen=True, slots=True)
 class PortableAnswer:
-    """A recorded answer for another process. index: of its message. key: of its record there, for no owner. ids: prompt
-    and answer. data: the record without them."""
+    """A recorded answer for another process. index: index of its message. key: key of its record there, without an
+    owner. ids: prompt and answer. data: the record without the ids."""
 
     index: int
     key: str
@@ -125,14 +125,14 @@ class PortableAnswer:
 
 
 class RenderedPrompts:
-    """The last prompts that were rendered and encoded as a whole, by owner and state. Threads may share it."""
+    """The most recent prompts that were rendered and encoded as a whole, by owner and state. Thread-safe."""
 
     def __init__(self) -> None:
         self._known: OwnedEntries[EncodedPrompt] = OwnedEntries(_MAX_PROMPT_CHARS)
         self._lock = Lock()
 
     def before(self, states: Sequence[str], owner: str) -> EncodedPrompt | None:
-        """Returns the prompt of the latest of these states that is known."""
+        """Returns the prompt of the latest of these states for which one is known."""
         with self._lock:
             return next((prompt for state in reversed(states) if (prompt := self._known.get(owner, state))), None)
 
@@ -142,7 +142,7 @@ class RenderedPrompts:
 
 
 class History:
-    """The recorded answers of one model. Threads may share it.
+    """The recorded answers of one model. Thread-safe.
 
     A preserved prompt that exceeds 3/4 of the bound is rendered by the template instead, which may be shorter.
     """
@@ -163,7 +163,7 @@ class History:
         return found
 
     def turn(self, conversation: Conversation, mode: str, owner: str = "") -> HistoryTurn:
-        """Returns the prompt for the next answer. RequestError if the template refuses it or it is too long."""
+        """Returns the prompt for the next answer. Raises RequestError if the template refuses it or it is too long."""
         asked = _unconditional_text(conversation)
         if len(asked) > _MAX_CHARS_PER_TOKEN * self._bound.tokens:
             self._tokenizer.check_length(asked, self._bound)
@@ -179,8 +179,8 @@ class History:
         return replace(turn, state=states[-1], schemas=schemas, owner=owner)
 
     def branch(self, conversation: Conversation, end: AnswerEnd, owner: str = "") -> HistoryTurn:
-        """Returns the prompt for the next answer after the messages of a conversation, which follow a recorded answer:
-        all ids of that one, and those of the text after it. RequestError if the answer is not known any more."""
+        """Returns the prompt for the next answer after the messages of a conversation that follow a recorded answer:
+        all ids of that answer and of the text after it. Raises RequestError if the answer is no longer known."""
         record = self._records.find_digest(end.key, end.digest, owner) if owner == end.owner else None
         chain = self._records.chain(end.key, record, owner) if record else None
         ids = chain_ids(chain) if chain else None
@@ -205,8 +205,8 @@ class History:
 
     def remember(self, turn: HistoryTurn, hidden: Sequence[int], begun: Sequence[int], tokens: Sequence[int],
                  finish: Finish, answer: Answer, whole: bool) -> AnswerEnd | None:
-        """Records one finished answer. Returns its end if a conversation can go on there. hidden: the request's stop
-        ids. begun: tokens of the answer that the request had. tokens: the generated ones, with the end token. whole:
+        """Records one finished answer. Returns its end if a conversation can continue there. hidden: the request's stop
+        ids. begun: tokens of the answer that were in the request. tokens: generated tokens, with the end token. whole:
         the text ended with the tokens, outside of think blocks and calls, and not at a stop string."""
         tokens = [*begun, *tokens]
         if not tokens:
@@ -263,7 +263,7 @@ class History:
 
     def _recall(self, conversation: Conversation, states: Sequence[str], owner: str
                 ) -> tuple[dict[int, AnswerRecord], _BaseAnswer | None]:
-        """Returns the unambiguous records of this conversation by message index, and the last with all of its ids."""
+        """Returns the unambiguous records of this conversation by message index, and the last with all ids."""
         places = {state: index for index, state in enumerate(states[1:])}
         answers = _answers(conversation)
         thoughts = [_sent_reasoning_hash(conversation.messages[index]) for index in answers]
@@ -289,7 +289,7 @@ class History:
 def _preserved_turn(
     conversation: Conversation, prefixes: RenderedPrefixes, base: _BaseAnswer, bound: TokenLimit
 ) -> HistoryTurn | None:
-    """Returns the base's ids and those of the text after it; None if the text cannot be split there or is too long."""
+    """Returns the base's ids and those of the text after it; None if it cannot be split there or is too long."""
     if len(base.ids) >= bound.tokens:
         return None
     try:
@@ -325,7 +325,7 @@ def _rendered_turn(
     before: EncodedPrompt | None,
 ) -> tuple[HistoryTurn, EncodedPrompt]:
     """Returns the rendered prompt, encoded with the base's ids. whole: the next prompt is expected to extend it.
-    before: that of an earlier turn."""
+    before: the prompt of an earlier turn."""
     conversation, text = _with_recorded_answers(conversation, records)
     prompt = encode_prompt(conversation.tokenizer, text, base.ids if base else (), bound, before)
     start = system_prefix_len(conversation, prompt, prefixes)
@@ -339,7 +339,7 @@ def _positions(*positions: int) -> tuple[int, ...]:
 
 
 def _with_recorded_answers(conversation: Conversation, records: Mapping[int, AnswerRecord]) -> tuple[Conversation, str]:
-    """Returns the conversation with recorded answers as the model wrote them, and its text."""
+    """Returns the conversation with recorded answers exactly as the model wrote them, and its rendered text."""
     if records:
         written = [_recorded_message(message, records[index]) if index in records else message
                    for index, message in enumerate(conversation.messages)]
@@ -349,7 +349,7 @@ def _with_recorded_answers(conversation: Conversation, records: Mapping[int, Ans
 
 
 def _recorded_message(message: Mapping[str, Any], record: AnswerRecord) -> dict[str, Any]:
-    """Returns the client's message in the model's words; without reasoning if the client left it out."""
+    """Returns the client's message in the model's own wording, without reasoning if the client left it out."""
     raw = {**message, "content": record.content, "contents": record.content}
     reasoning = message.get("reasoning_content")
     if isinstance(reasoning, str) and _plain_text(reasoning) == _plain_text(record.reasoning):
@@ -398,7 +398,7 @@ def _sent_reasoning_hash(message: Mapping[str, Any]) -> str | None:
     return reasoning_hash(_plain_text(reasoning)) or None if isinstance(reasoning, str) else None
 
 
-# Hashes of what the client can see
+# Hashes of the visible conversation
 
 
 def _next_state(state: str, seen: Any) -> str:
@@ -410,7 +410,7 @@ def _state_after(state: str, seen: str) -> str:
 
 
 def _state_behind(conversation: Conversation, message: Mapping[str, Any], schemas: Schemas, state: str) -> str:
-    """Returns the state behind a message. Cached with the message for the last state and schemas."""
+    """Returns the state after a message. It is cached with the message for the last state and schemas."""
     read, depends = conversation.read_once.get(id(message)), schemas if message.get("tool_calls") else None
     if read and read.state and read.state[0] == state and read.state[1] is depends:
         return read.state[2]
@@ -438,7 +438,7 @@ def _visible(content: Any, calls: Sequence[tuple[str, Mapping[str, Any]]], schem
 
 
 def _without_defaults(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments, typed by the schema, without its defaults: clients add these to calls."""
+    """Returns the arguments, typed by the schema, without the schema's defaults, which clients add to calls."""
     found: dict[str, Any] = _number_as_float(typed(arguments, schema))
     return {key: value for key, value in found.items() if not _is_default(value, argument_schema(key, schema))}
 

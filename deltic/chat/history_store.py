@@ -35,7 +35,7 @@ class _Own(Generic[Value]):
 class OwnedEntries(Generic[Value]):
     """Entries by owner and key, limited in weight and number.
 
-    Beyond a limit, the owner that holds the most loses its least recently used entry. Not thread-safe.
+    Beyond a limit, the owner with the most loses its least recently used entry. Not thread-safe.
     """
 
     def __init__(self, weight: int, count: int = sys.maxsize) -> None:
@@ -44,7 +44,7 @@ class OwnedEntries(Generic[Value]):
         self._weight = self._count = 0
 
     def get(self, owner: Owner, key: str | bytes) -> Value | None:
-        """Returns an entry and marks it as used."""
+        """Returns an entry, or None, and marks it as used."""
         own = self._owners.get(owner)
         if own is None or key not in own.entries:
             return None
@@ -88,21 +88,21 @@ class OwnedEntries(Generic[Value]):
 
 
 MAX_RECORD_IDS = 4_000_000
-"""Limit of token ids in memory."""
+"""Limit on the token ids in memory."""
 MAX_ALTERNATIVES = 4
-"""Limit of records of one key; beyond it the oldest is dropped, and the key stays ambiguous."""
+"""Limit on the records of one key. Beyond it the oldest is dropped, and the key stays ambiguous."""
 
 _MAGIC = b"deltic-note-2\n"
 _HEADER = struct.Struct("<I")
 _DIGEST_BYTES = 16
-_RECORD_OVERHEAD = 256  # weight of a record besides its ids, in ids
+_RECORD_OVERHEAD = 256  # weight of a record in addition to its ids, in ids
 _MAX_CHAIN = 100_000  # a longer chain of parents is a cycle
 _MAX_EVICTED = 100_000  # keys known to have had records, so that a later record is not taken for the only one
-_MAX_QUEUED_BYTES = 64 << 20  # beyond this queue, records are not written
+_MAX_QUEUED_BYTES = 64 << 20  # records beyond this queue size are not written
 
 
 class AnswerStore(Protocol):
-    """Stores records beyond the process. Keys are hexadecimal; no method raises."""
+    """Stores records outside the process. Keys are hexadecimal; no method raises."""
 
     @property
     def ready(self) -> bool:
@@ -113,16 +113,16 @@ class AnswerStore(Protocol):
     def put(self, key: str, data: bytes) -> None: ...
 
     def claim(self, key: str) -> bool:
-        """Reserves an unused key; False if this or another process has it."""
+        """Reserves an unused key. Returns False if this or another process has reserved it."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerRecord:
     """One finished answer.
 
-    ids: int32 ids of prompt and answer, without the token that ended it; the first `kept` ids of the record named
-        `parent` come before them. Empty if the answer cannot be continued.
-    digest: of all ids together; "" stands for any number of lost records.
+    ids: int32 ids of prompt and answer, without the token that ended it. They follow the first `kept` ids of the record
+        named `parent`. Empty if the answer cannot be continued.
+    digest: digest of all ids together; "" stands for any number of lost records.
     system_prefix_len: number of ids shared by conversations with the same system message and tools.
     calls: name and arguments of each call, as a JSON object with the values as the model wrote them.
     thoughts: `reasoning_hash` of each answer of the conversation, this one last; "" for an answer without reasoning.
@@ -141,7 +141,7 @@ class AnswerRecord:
     ambiguous: bool = False
 
     def matches(self, thoughts: Sequence[str | None]) -> bool:
-        """True if the record may belong to a conversation with these thoughts; None is unknown."""
+        """Returns True if the record may belong to a conversation with these thoughts; None means unknown."""
         own = (*self.thoughts, *[""] * len(thoughts))
         return not self.digest or all(given in (None, thought) for given, thought in zip(thoughts, own))
 
@@ -161,7 +161,7 @@ def reasoning_hash(reasoning: str) -> str:
 class AnswerLog:
     """Records by owner and key. Beyond `limit` token ids, the owner with the most ids loses its least recently used.
 
-    Threads may share it. A thread of its own writes to the store. Stored ids must be below vocab_size.
+    Thread-safe. A separate thread writes to the store. Stored ids must be below vocab_size.
     """
 
     def __init__(self, store: AnswerStore | None, vocab_size: int, limit: int = MAX_RECORD_IDS) -> None:
@@ -174,7 +174,7 @@ class AnswerLog:
         self._writer = ThreadPoolExecutor(1, "records")
 
     def find(self, key: str, owner: str = "") -> list[AnswerRecord]:
-        """Returns all sound records of the key, of all processes; none while the store is not ready."""
+        """Returns all valid records of the key, from all processes; none while the store is not ready."""
         if self._store and not self._store.ready:
             return []
         stored = self._stored(key) if self._store else []
@@ -215,8 +215,8 @@ class AnswerLog:
     def _insert(
         self, owner: str, key: str, records: Sequence[AnswerRecord], replaces: bool = True
     ) -> dict[str, AnswerRecord]:
-        """Adds records to a key and returns all of its records. Eviction drops whole keys, as a last record would look
-        unique."""
+        """Adds records to a key and returns all of its records. Eviction drops whole keys, because a single remaining
+        record would look unique."""
         found = dict(self._records.get(owner, key) or {})
         for record in records:
             if record.digest in found and not (replaces and record.ids):
@@ -243,7 +243,7 @@ class AnswerLog:
             record = unpack(store_key, data, self._vocab_size)
             if not record and store_key == self._writing_key:
                 continue  # the record is in memory
-            found.append(record or self._read(store_key) or _LOST_RECORD)  # another process may have just filled it
+            found.append(record or self._read(store_key) or _LOST_RECORD)  # another process may have just written it
         missed = len({record.digest for record in found}) == 1 and found[0].ambiguous
         return [*found, _LOST_RECORD] if missed else found
 
@@ -252,7 +252,7 @@ class AnswerLog:
         return unpack(store_key, self._store.get(store_key) or b"", self._vocab_size)
 
     def _write_later(self, key: str, record: AnswerRecord, owner: str) -> None:
-        """Queues a record. An owner may take at most what the others leave free."""
+        """Queues a record. An owner may use at most as much of the queue as the others leave free."""
         size = _record_weight(record) * record.ids.itemsize
         with self._lock:
             if self._queued_bytes.total() + self._queued_bytes[owner] + size > _MAX_QUEUED_BYTES:
@@ -302,7 +302,7 @@ def ids_digest(ids: array[int]) -> str:
 
 
 def pack(key: str, record: AnswerRecord) -> bytes:
-    """Encodes a record: a checksum, a JSON header, the ids as little-endian int32."""
+    """Encodes a record as a checksum, a JSON header and the ids in little-endian int32."""
     fields = {"key": key, "content": record.content, "reasoning": record.reasoning, "calls": record.calls,
               "digest": record.digest, "parent": record.parent, "kept": record.kept, "thoughts": record.thoughts,
               "opening": record.system_prefix_len, "rivals": record.ambiguous}
@@ -312,7 +312,7 @@ def pack(key: str, record: AnswerRecord) -> bytes:
 
 
 def unpack(key: str, data: bytes, vocab_size: int) -> AnswerRecord | None:
-    """Decodes the record of this key; None if the bytes are damaged or something else."""
+    """Decodes the record of this key. Returns None if the bytes are damaged or not a record of this key."""
     start = len(_MAGIC) + _DIGEST_BYTES
     body = data[start:]
     if data[:start] != _MAGIC + blake2b(body, digest_size=_DIGEST_BYTES).digest():
@@ -340,7 +340,7 @@ def _little_endian(ids: array[int]) -> array[int]:
 
 
 def _store_key(key: str, number: int) -> str:
-    """Returns the key in the store for one record of a key."""
+    """Returns the store key of one record of a key."""
     return blake2b(f"{key} {number}".encode(), digest_size=_DIGEST_BYTES).hexdigest() if number else key
 
 

@@ -19,10 +19,10 @@ _ONE = ("items", "additionalProperties", "not", "if", "then", "else", "contains"
         "unevaluatedItems", "unevaluatedProperties")
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _LARGEST = 9223372036854774784
-"""The largest double below 2**63. llguidance reads bounds as doubles and accepts no larger ones."""
+"""Largest double below 2**63. llguidance reads bounds as doubles and accepts no larger ones."""
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _MAX_COUNT = 1 << 30  # characters or items: no answer has more
-_MAX_NUMBER = 10_000_000_000  # bound of numbers without bounds
+_MAX_NUMBER = 10_000_000_000  # bound for numbers that have none
 _STEP = 0.01  # resolution of bounded numbers
 _OPEN_KEYWORDS = {"patternProperties", "unevaluatedProperties", "maxProperties", "$ref", "anyOf", "oneOf"}
 _NAME, _SCALARS = "^[a-zA-Z][a-zA-Z0-9_]{0,23}$", ["string", "integer", "boolean", "null"]
@@ -35,11 +35,11 @@ _ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprec
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 Probe = Callable[[Mapping[str, Any]], str]
-"""Takes a schema and returns llguidance's error; "" if it is valid."""
+"""Function that takes a schema and returns llguidance's error, or "" if the schema is valid."""
 
 
 def resolve(reference: Any, root: Any) -> Any:
-    """Returns the part of the schema `root` that a reference names by path or anchor; None if there is none."""
+    """Returns the part of the schema `root` that a reference names by path or anchor, or None."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     path = unquote(reference[1:])
@@ -56,7 +56,7 @@ def resolve(reference: Any, root: Any) -> Any:
 
 
 def within(part: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a part of a schema as a whole schema in which its references still resolve."""
+    """Returns a part of a schema as a complete schema in which its references still resolve."""
     found = dict(part) if isinstance(part, Mapping) else {"allOf": [part]}
     needed = _definitions(found, root)
     if needed is not None:
@@ -66,7 +66,7 @@ def within(part: Any, root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _definitions(part: Any, root: Any) -> dict[str, Any] | None:
-    """Returns the definitions to which a part refers; None if it has other references."""
+    """Returns the definitions that a part refers to; None if it has other references."""
     found: dict[str, dict[str, Any]] = {}
     left = [part]
     while left:
@@ -94,9 +94,9 @@ def _moved(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def types_of(schema: Any, root: Any, known: dict[int, set[str] | None]) -> set[str]:
-    """Returns the types that a schema names; empty if it names none.
+    """Returns the types that a schema names, or an empty set if it names none.
 
-    known: cache by identity of the schema; also ends cycles of references.
+    known: cache by identity of the schema; it also ends cycles of references.
     """
     return _types(schema, root, known, 0) or set()
 
@@ -116,12 +116,12 @@ def properties_of(schema: Any, root: Any, seen: set[int] | None = None) -> dict[
 
 
 def has_type(value: Any, types: set[str]) -> bool:
-    """True if the value has one of these types, or if there are none."""
+    """Returns True if the value has one of these types, or if there are none."""
     return not types or _NAMES.get(type(value)) in _wide(types)
 
 
 def _types(schema: Any, root: Any, known: dict[int, set[str] | None], steps: int) -> set[str] | None:
-    """As `types_of`; None: any type."""
+    """Does the same as `types_of`, but returns None for any type."""
     if not isinstance(schema, Mapping) or id(schema) in known or steps > _MAX_STEPS:
         return known.get(id(schema))
     known[id(schema)] = None
@@ -170,13 +170,13 @@ def parts(schema: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def fitted(schema: Any) -> dict[str, Any]:
-    """Adapts a schema to llguidance: too large bounds become its largest, and limits beyond any answer are dropped."""
+    """Adapts a schema to llguidance: lowers bounds to its largest, and drops limits that no answer can reach."""
     root = schema if isinstance(schema, Mapping) else {"allOf": [schema]}
     return _changed(root, lambda part: _fit(part, root))
 
 
 def loosened(schema: Any, probe: Probe) -> tuple[dict[str, Any], set[str]]:
-    """Returns the schema without the keywords that llguidance refuses, and their names."""
+    """Returns the schema without the keywords that llguidance refuses, and the names of these keywords."""
     dropped, objections = set[str](), dict[str, str]()
 
     def asked(tried: Mapping[str, Any]) -> str:
@@ -201,7 +201,7 @@ def loosened(schema: Any, probe: Probe) -> tuple[dict[str, Any], set[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of string length and array size in JSON whose schema sets none."""
+    """Limits on string length and array size for JSON schemas that set none."""
 
     length: int
     items: int
@@ -255,7 +255,7 @@ class Bounds:
 
 
 def _alone(part: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns a schema with one keyword of another, without the schemas in it."""
+    """Returns a schema with only one keyword of another schema, without the schemas in it."""
     value = part[name]
     if name in _MAPS and isinstance(value, Mapping):
         return {name: dict.fromkeys(value, True)}
@@ -275,7 +275,7 @@ def _refers(reference: Any, root: Any) -> bool:
 
 
 def _told_apart(branches: list[Any], root: Any) -> bool:
-    """True if the schemas exclude each other: one property is required, and a different constant, in each."""
+    """Returns True if the schemas exclude each other: one property is required, and a different constant, in each."""
     seen: dict[str, list[set[str]]] = {}
     for branch in branches:
         for _ in range(_MAX_STEPS):
@@ -340,7 +340,7 @@ def _within(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def nested_deeper(value: Any, levels: int) -> bool:
-    """True if JSON is nested more levels deep."""
+    """Returns True if the JSON value is nested more than `levels` deep."""
     level = [value]
     for _ in range(levels + 1):
         level = [item for value in level if isinstance(value, Mapping | list)

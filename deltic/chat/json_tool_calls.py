@@ -1,4 +1,4 @@
-"""The states of `deltic.chat.tool_parsers` for calls that are JSON objects, in JSON's or Python's spelling.
+"""Parser states of `deltic.chat.tool_parsers` for calls that are JSON objects, in JSON's or Python's spelling.
 
 If an object begins with `{"name": NAME, "arguments": {`, its arguments are emitted one by one; any other object is read
 as a whole.
@@ -38,8 +38,8 @@ _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "'": "'", "b": "\b", "f": "\f", "n":
 class JsonScan:
     """A part that is read as a whole.
 
-    what: "object" (a call), "value" (an argument) or "rest" (of an object, after the arguments).
-    ends: the characters that end it. quote: the open quote. depth: the number of open brackets.
+    what: "object" (a call), "value" (an argument) or "rest" (the object's text after the arguments).
+    ends: the characters that end the part. quote: the open quote. depth: the number of open brackets.
     """
 
     what: str = ""
@@ -49,7 +49,7 @@ class JsonScan:
 
 
 def head(reader: CallReader, text: str, at: int) -> int:
-    """Before the arguments of an object."""
+    """Handles text before the arguments of an object."""
     found = _HEAD.match(text, at)
     if found and found.end() - at <= _MAX_HEAD:
         reader.begin(found["name"])
@@ -63,7 +63,7 @@ def head(reader: CallReader, text: str, at: int) -> int:
 
 
 def before_key(reader: CallReader, text: str, at: int) -> int:
-    """Between arguments."""
+    """Handles text between arguments."""
     start = skip_spaces(text, at)
     if start == len(text):
         return start
@@ -85,7 +85,7 @@ def before_key(reader: CallReader, text: str, at: int) -> int:
 
 
 def before_value(reader: CallReader, text: str, at: int) -> int:
-    """After a key."""
+    """Handles text after a key."""
     start = skip_spaces(text, at)
     if start == len(text):
         return start
@@ -100,7 +100,7 @@ def before_value(reader: CallReader, text: str, at: int) -> int:
 
 
 def in_text(reader: CallReader, text: str, at: int) -> int:
-    """In a string that is emitted as it comes."""
+    """Handles text in a string that is emitted as it arrives."""
     found = _IN_TEXT.search(text, at)
     end = found.start() if found else len(text)
     reader.arguments.text(text[at:end])
@@ -132,7 +132,7 @@ def _in_escape(reader: CallReader, text: str, at: int) -> int:
 
 
 def after_text(reader: CallReader, text: str, at: int) -> int:
-    """After a quote that ends the string if a suitable character follows."""
+    """Handles text after a quote that ends the string if a suitable character follows."""
     start, tag, waits = reader.past_spaces(text, at)
     if waits:
         return start
@@ -146,7 +146,7 @@ def after_text(reader: CallReader, text: str, at: int) -> int:
 
 
 def scan(reader: CallReader, text: str, at: int) -> int:
-    """In a part that is read as a whole."""
+    """Handles text in a part that is read as a whole."""
     now, seen = reader.json, at
     for mark in reader.tags.marks.finditer(text, at):
         sign, seen = mark[0], mark.end()
@@ -174,7 +174,7 @@ def scan(reader: CallReader, text: str, at: int) -> int:
 
 
 def after_object(reader: CallReader, text: str, at: int) -> int:
-    """Between the calls of a block, or after the last."""
+    """Handles text between the calls of a block, or after the last call."""
     start = skip_spaces(text, at)
     if start == len(text):
         return start
@@ -187,7 +187,7 @@ def after_object(reader: CallReader, text: str, at: int) -> int:
 
 
 def cut(reader: CallReader, held: str, closes: bool) -> str:
-    """Handles held text at the end of all text; returns the part outside of calls."""
+    """Handles held text at the end of all text. Returns the part outside of calls."""
     if reader.state is in_text and not closes and held[:1] != "\\":
         reader.arguments.text(held)
     if reader.state is head:
@@ -235,7 +235,7 @@ def _scanned(reader: CallReader, text: str, at: int) -> int:
 
 
 def _has_keys(rest: str) -> bool:
-    """True if the text after the arguments of an object has more keys of the object."""
+    """Returns True if the text after the arguments of an object contains more keys of the object."""
     try:
         return rest.startswith(",") and (not rest.strip(", \n") or isinstance(loads("{" + rest[1:] + "}"), dict))
     except ValueError:
@@ -250,7 +250,7 @@ def _stopped(reader: CallReader, text: str, at: int) -> int:
 
 
 def _reject_object(reader: CallReader, written: str, text: str, at: int, end: int) -> int:
-    """Handles an object without a call. at, end: around the character or tag after it."""
+    """Handles an object that is not a call. at, end: start and end of the character or tag after it."""
     if reader.backtrack():
         return at
     return reader.close(written + text[at:], 0) if reader.confirmed else reader.reject(text, end)
@@ -267,13 +267,13 @@ def _end_early(reader: CallReader, text: str, at: int) -> int:
 
 
 def _after_block(reader: CallReader, text: str, at: int) -> int:
-    """Returns the position after the end tag of the block, if it is here."""
+    """Returns the position after the end tag of the block if the tag is here."""
     closing = reader.tags.block[1]
     return at + len(closing) if text.startswith(closing, at) else at
 
 
 def _emit_call(reader: CallReader, text: str) -> bool:
-    """Emits the call in an object; False if it has none."""
+    """Emits the call in an object. Returns False if there is none."""
     try:
         call = loads(text)
         name, arguments = call["name"], call.get("arguments", call.get("parameters"))
@@ -294,7 +294,7 @@ def _emit_call(reader: CallReader, text: str) -> bool:
 
 
 def _read(text: str) -> Any:
-    """Returns the value, or the text if it is neither JSON nor a Python literal."""
+    """Returns the parsed value, or the text itself if it is neither JSON nor a Python literal."""
     text = text.strip()
     try:
         return loads(text)

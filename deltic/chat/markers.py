@@ -1,4 +1,4 @@
-"""Strings that an answer is searched for while it is generated: region markers and stop strings."""
+"""Strings that are searched for in an answer while it is generated: region markers and stop strings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ THINK, THINK_END = "<think>", "</think>"
 
 
 class MarkerVocabulary(Protocol):
-    """The part of a tokenizer that routing needs."""
+    """The part of a tokenizer that output routing needs."""
 
     @property
     def eos_id(self) -> int | None: ...
@@ -21,7 +21,7 @@ class MarkerVocabulary(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """Region markers: by token id if they have one, else as text."""
+    """Region markers, matched by token id if they are tokens of their own, else as text."""
 
     ids: Mapping[int, str] = field(default_factory=dict)
     texts: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class Markers:
 def start_mode(prompt_ids: Sequence[int], tokenizer: MarkerVocabulary) -> Region:
     """Returns the region in which the answer begins: reasoning if the prompt leaves a think block open.
 
-    Looks at ids after the last end-of-turn token only, so that a quoted think tag has no effect.
+    Only ids after the last end-of-turn token count, so that a quoted think tag has no effect.
     """
     think, think_end = tokenizer.token_to_id(THINK), tokenizer.token_to_id(THINK_END)
     if think is None:
@@ -51,14 +51,14 @@ def start_mode(prompt_ids: Sequence[int], tokenizer: MarkerVocabulary) -> Region
 
 
 def closes_thinking(prompt_ids: Sequence[int], tokenizer: MarkerVocabulary) -> bool:
-    """True if the prompt ends with a closed think block of the answer."""
+    """Returns True if the prompt ends with a closed think block of the answer."""
     think_end = tokenizer.token_to_id(THINK_END)
     ends = (id == think_end for id in reversed(prompt_ids) if id in (think_end, tokenizer.eos_id))
     return next(ends, False)
 
 
 def open_suffix(text: str, needles: Sequence[str]) -> int:
-    """Returns the length of the longest suffix of `text` that begins a needle. For few and short needles."""
+    """Returns the length of the longest suffix of `text` that begins a needle. Meant for few and short needles."""
     longest = 0
     for needle in needles:
         at = text.find(needle[0], max(len(text) - len(needle) + 1, 0), len(text) - longest)
@@ -81,7 +81,7 @@ class StopAutomaton:
         self._children: dict[tuple[int, str], int] = {}
         self._depths = [0]
         self._ends = [0]
-        self._fails = [0]  # the node of the longest proper suffix
+        self._fails = [0]  # for each node, the node of its longest proper suffix
         for stop in self.stops:
             self._insert(stop)
         for (parent, char), node in sorted(self._children.items(), key=lambda edge: self._depths[edge[1]]):
@@ -102,7 +102,7 @@ class StopAutomaton:
         return child
 
     def child(self, node: int, char: str) -> int:
-        """Returns the child of a node by a character; 0 if there is none."""
+        """Returns the child of a node for a character, or 0 if there is none."""
         return self._children.get((node, char), 0)
 
     def _insert(self, stop: str) -> None:
@@ -120,7 +120,7 @@ class StopAutomaton:
 class StopScanner:
     """Passes text up to the first stop string, and holds back text that may become one.
 
-    found: the stop string that ends first; of several that end together, the longest.
+    found: the stop string that ends first. If several end together, the longest.
     """
 
     automaton: StopAutomaton
@@ -142,7 +142,7 @@ class StopScanner:
         return self.found is not None
 
     def push(self, text: str) -> str:
-        """Takes more text; returns the part that is certainly before any stop string."""
+        """Takes more text. Returns the part that is certainly before any stop string."""
         automaton = self.automaton
         node = self.node
         before = len(self.held)

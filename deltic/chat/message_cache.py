@@ -1,7 +1,7 @@
-"""Caches how messages and tools are read, because each turn of a conversation repeats all earlier ones.
+"""Caches messages and tools in their normalised forms, because each turn of a conversation repeats all earlier ones.
 
-A message is found by a hash of its content, which takes a small part of the time of checking, quoting and hashing it in
-the forms that prompts and answer records need. Owners do not see each other's entries.
+A message is found by a hash of its content. The hash takes a small part of the time needed to check, quote and hash the
+message in the forms that prompts and answer records need. Owners do not see each other's entries.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from deltic.chat.tools import tool_schemas
 
 _MAX_WEIGHT = 48_000_000
 _MAX_ENTRIES = 1 << 14
-_COPIES = 3  # an entry has the text itself, perhaps a quoted one, and JSON
+_COPIES = 3  # an entry holds the text itself, perhaps a quoted text, and JSON
 _ENTRY_COST = 1000
-"""Limits in characters; few entries keep pauses of the garbage collector short."""
-_FORMAT = 2  # of marshal: equal values have equal bytes
+"""Limits in characters. Few entries keep pauses of the garbage collector short."""
+_FORMAT = 2  # version of marshal's format in which equal values have equal bytes
 
 Schemas = Mapping[str, Mapping[str, Any]]
 
@@ -33,9 +33,9 @@ Schemas = Mapping[str, Mapping[str, Any]]
 class ReadMessage:
     """A message or the tools of a request in the forms that a prompt needs. Shared: it must not be changed.
 
-    value: normalised. schemas: of the tools.
-    Once they are needed: quoted: with marks in control tokens. json: of the value. state: of the history before a
-    message, the schemas that it depends on, and the state behind it (`deltic.chat.history`).
+    value: the normalised value. schemas: the schemas of the tools.
+    Set on demand: quoted: the value with marks in control tokens. json: the value as JSON. state: the history state
+    before a message, the schemas that it depends on, and the state after it (`deltic.chat.history`).
     """
 
     value: Any
@@ -46,7 +46,7 @@ class ReadMessage:
 
 
 class MessageCache:
-    """Messages and tools that were read lately, by owner and content. Threads may share it."""
+    """Caches the most recently read messages and tools, by owner and content. Thread-safe."""
 
     def __init__(self) -> None:
         self._known: OwnedEntries[ReadMessage] = OwnedEntries(_MAX_WEIGHT, _MAX_ENTRIES)
@@ -54,13 +54,13 @@ class MessageCache:
         self._owner = ""
 
     def of(self, owner: str) -> MessageCache:
-        """Returns a view that has only the entries of this owner."""
+        """Returns a view that is limited to the entries of this owner."""
         own = copy(self)
         own._owner = owner
         return own
 
     def messages(self, messages: Any, see: See | None = None) -> list[ReadMessage]:
-        """Reads messages as `normalise_messages` does. Messages with images are not kept."""
+        """Reads messages as `normalise_messages` does. Messages with images are not cached."""
         keys = [_key("message", message) for message in check_messages(messages)]
         with self._lock:
             found = [self._known.get(self._owner, key) if key else None for key, _ in keys]
@@ -107,7 +107,7 @@ class _Images:
 
 
 def _key(kind: str, value: Any) -> tuple[bytes, int]:
-    """Returns a hash of a value and its size; no hash if it is not made of plain types."""
+    """Returns a hash of a value and its size. There is no hash if the value is not made of plain types."""
     with suppress(ValueError):
         data = marshal.dumps((kind, value), _FORMAT)
         return blake2b(data, digest_size=16).digest(), len(data)

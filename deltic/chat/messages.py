@@ -13,39 +13,39 @@ from deltic.errors import RequestError, show, valid_text
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
           "tool": "tool", "function": "tool"}
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Fields under which clients send reasoning, and templates look for it."""
+"""Fields in which clients send reasoning, and in which templates look for it."""
 
 _MEDIA = {"image": "image", "image_url": "image", "input_image": "image",
           "video": "video", "video_url": "video"}
 _MAX_DEPTH = 64
 See = Callable[[Mapping[str, Any], str, str], dict[str, Any]]
-"""Takes a media part, its type (image or video) and its field; returns the part for chat templates."""
+"""Function from a media part, its type (image or video) and its field to the part for chat templates."""
 
 
 def normalise_messages(messages: Any, *, see: See | None = None) -> list[dict[str, Any]]:
-    """Returns new plain messages; RequestError names a wrong field.
+    """Returns new plain messages. Raises RequestError that names a wrong field.
 
     - `content` and `contents` are both set: to text, or to a list of parts if `see` is given and one part is media.
       Missing content is empty text.
     - Reasoning is set under all of its names.
-    - Call arguments become mappings. Text that is not a JSON object becomes the object that it begins, or
-      {"arguments": TEXT}, so that a bad call does not fail every later request.
-    - Role `function` and `function_call` become those of tools.
-    - Keys without a value are dropped, unknown keys kept.
+    - Call arguments become mappings. Text that is not a JSON object becomes the object that it begins, or {"arguments":
+      TEXT}, so that a bad call does not fail every later request.
+    - The role `function` and the field `function_call` become the equivalents for tools.
+    - Keys without a value are dropped, unknown keys are kept.
     """
     return [normalise_message(message, f"messages[{index}]", see)
             for index, message in enumerate(check_messages(messages))]
 
 
 def check_messages(messages: Any) -> Sequence[Any]:
-    """RequestError if the messages are not a list."""
+    """Raises RequestError if the messages are not a list."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError("messages must be a list of messages", "messages")
     return messages
 
 
 def normalise_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Returns a copy of the tools; None if there are none. RequestError names a wrong one."""
+    """Returns a copy of the tools, or None if there are none. Raises RequestError that names a wrong one."""
     if not tools:
         return None
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
@@ -54,7 +54,7 @@ def normalise_tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def plain(value: Any, field: str, depth: int = 0) -> Any:
-    """Returns a copy made of JSON types only: templates must not reach methods of other objects."""
+    """Returns a copy made of JSON types only, because templates must not reach methods of other objects."""
     if isinstance(value, str):
         return valid_text(value, field)
     if value is None or isinstance(value, bool | int | float):
@@ -87,14 +87,14 @@ def _tool(tool: Any, field: str) -> dict[str, Any]:
 
 
 def _check_types(given: Mapping[str, Any], field: str, types: Iterable[tuple[str, Any, str]]) -> None:
-    """RequestError names the first field with a value of another type."""
+    """Raises RequestError that names the first field with a value of another type."""
     for name, kind, wanted in types:
         if given.get(name) is not None and not isinstance(given[name], kind):
             raise RequestError(f"{field}.{name} must be {wanted}, not {show(given[name])}", f"{field}.{name}")
 
 
 def normalise_message(message: Any, field: str, see: See | None) -> dict[str, Any]:
-    """Returns one message as `normalise_messages` does. field: its name in errors."""
+    """Returns one message as `normalise_messages` does. field: name of the message in errors."""
     if not isinstance(message, Mapping):
         raise RequestError(f"{field} must be an object, not {type(message).__name__}", field)
     present = {key: value for key, value in message.items() if value is not None}
@@ -173,7 +173,7 @@ def _arguments(arguments: Any, field: str) -> dict[str, Any]:
 
 
 def _read_cut_object(text: str) -> Any:
-    """Returns the beginning of an object that was cut."""
+    """Returns the parsed beginning of an object that was cut off."""
     from pydantic_core import from_json  # loaded on first use, for fast command lines
 
     try:
@@ -185,7 +185,7 @@ def _read_cut_object(text: str) -> Any:
 def _read_arguments(text: str) -> dict[str, Any]:
     try:
         value = loads(text) if text.strip() else None
-        value = loads(value) if isinstance(value, str) else value  # some clients encode twice
+        value = loads(value) if isinstance(value, str) else value  # some clients encode the value twice
     except ValueError:
         value = _read_cut_object(text)
     if value is None:
@@ -200,9 +200,9 @@ _SYSTEM = ("system", "developer")
 
 
 def without_billing_headers(messages: Any) -> Any:
-    """Removes billing headers from the beginning of system messages; returns the same object if there are none.
+    """Removes billing headers from the beginning of system messages. Returns the same object if there are none.
 
-    Takes messages as clients send them: a header in a part of its own has no line end once parts are joined.
+    Takes messages as clients send them: a header in a separate part has no line end once parts are joined.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         return messages

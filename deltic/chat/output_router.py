@@ -1,9 +1,9 @@
-"""Routes generated tokens to reasoning, content and tool calls; emitted text is never taken back.
+"""Routes generated tokens to reasoning, content and tool calls. Emitted text is never taken back.
 
     token ids -> bytes -> characters -> regions -> stop strings -> whitespace -> deltas
 
-Every stage holds back only what the next token may change: an incomplete character, the beginning of a marker or stop
-string, whitespace before a marker. So the deltas do not depend on how the text is split into tokens.
+Every stage holds back only text that the next token may change: an incomplete character, the beginning of a marker or
+stop string, whitespace before a marker. So the deltas do not depend on how the text is split into tokens.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from deltic.chat.tools import QWEN, CallForm, tool_schemas
 class ToolDelta:
     """A piece of a tool call.
 
-    index: of the call in the answer. id: the same for all pieces of a call. name: on the first piece only.
-    arguments: concatenated, one JSON object, or the beginning of one if the answer was cut.
-    written: as `arguments`, with the values as the model wrote them, before conversion to the schema's types.
+    index: index of the call in the answer. id: the same for all pieces of a call. name: on the first piece only.
+    arguments: all pieces concatenated are one JSON object, or the beginning of one if the answer was cut.
+    written: like `arguments`, with the values as the model wrote them, before conversion to the schema's types.
     """
 
     index: int
@@ -52,7 +52,7 @@ class ToolDelta:
 class Delta(NamedTuple):
     """A piece of an answer: text, or `call` if kind is "tool".
 
-    index: of the choice, in a stream of several. tokens: ids in place of text, for a model without a tokenizer.
+    index: of the choice, in a stream of several choices. tokens: ids in place of text, for a model without a tokenizer.
     """
 
     kind: Region
@@ -64,7 +64,7 @@ class Delta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AnswerCall:
-    """A tool call of an answer; `arguments` and `written` as in ToolDelta."""
+    """A tool call of an answer. `arguments` and `written` are as in ToolDelta."""
 
     id: str
     name: str
@@ -124,7 +124,7 @@ def _join_call(pieces: list[ToolDelta]) -> AnswerCall:
 _SPACES = " \t\r\n"
 _ENDLESS = 1 << 62
 _FENCE = "```"
-_MAX_RETRIES = 16  # broken calls of one answer; for each of them the text after it is read again
+_MAX_RETRIES = 16  # broken calls of one answer; after each of them the text is read again
 
 
 def chat_router(
@@ -155,7 +155,7 @@ def _new_id() -> str:
 
 
 class CallOptions:
-    """How the calls of an answer are read; the options are those of `chat_router`."""
+    """The way in which the calls of an answer are read. The options are those of `chat_router`."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], form: CallForm = QWEN, one_call: bool = False,
                  new_id: Callable[[], str] = _new_id, exact: bool = False) -> None:
@@ -170,9 +170,9 @@ class CallOptions:
 class OutputRouter:
     """Turns the tokens of one answer into deltas.
 
-    token_bytes: returns the visible bytes of a token (none for special tokens). calls: None makes calls content.
-    stop: strings that end the content, without being part of it; they do not apply to reasoning and calls.
-    characters: the number of characters so far, in all regions. region: that of the next token; "tool" inside a call.
+    token_bytes: returns the visible bytes of a token (none for special tokens). calls: None makes calls content. stop:
+    strings that end the content without being part of it; they do not apply to reasoning and calls. characters: number
+    of characters so far, in all regions. region: region of the next token; "tool" inside a call.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], *, markers: Markers | None = None,
@@ -187,18 +187,18 @@ class OutputRouter:
         self._partial = ""  # possibly the beginning of a marker
         self._spaces = ""  # whitespace that a following marker would remove
         self._skip = "\n"  # leading characters to drop
-        self._skips = int(start == "reasoning")  # and their number
-        self._reader: CallReader | None = None  # reads the open calls, in the region "tool"
-        self._origin = start  # the region before them
-        self._gap = ""  # and the whitespace that they removed
+        self._skips = int(start == "reasoning")  # number of leading characters to drop
+        self._reader: CallReader | None = None  # reads the open calls while the region is "tool"
+        self._origin = start  # the region before the calls
+        self._gap = ""  # the whitespace that the calls removed
         self._retries = _MAX_RETRIES
         self._line = ""  # the beginning of the open line of content
-        self._fenced = False  # that line is in a block of code
+        self._fenced = False  # the open line is in a block of code
         self.characters = 0
         self._called = 0  # number of calls
         self._call_id = ""
-        self._over = False  # the one wanted call is complete
-        self._complete = False  # and no text followed it
+        self._over = False  # the only allowed call is complete
+        self._complete = False  # no text followed the only allowed call
         self._out: list[Delta] = []
 
     @property
@@ -228,7 +228,7 @@ class OutputRouter:
         return self._take()
 
     def finish(self, cut: bool = False) -> list[Delta]:
-        """Ends the answer and returns the held text. cut: the model did not end it, so an open call stays open."""
+        """Ends the answer and returns the held text. cut: the model did not end the answer; an open call stays open."""
         self._flush_text()
         while self._reader:
             self._after_calls(self._reader, self._reader.finish(cut))
@@ -251,7 +251,7 @@ class OutputRouter:
         return merge(out) if len(out) > 1 else out
 
     def _scan(self, text: str) -> None:
-        """Splits text at markers without a token of their own."""
+        """Splits text at markers that are not tokens of their own."""
         if not self._texts:
             return self._write(text)
         text = self._partial + text
@@ -261,7 +261,7 @@ class OutputRouter:
         self._write(text[at:cut])
 
     def _split(self, text: str, markers: tuple[str, ...]) -> int:
-        """Writes text up to the last marker; returns the position after it."""
+        """Writes text up to the last marker. Returns the position after the marker."""
         at = 0
         for found in _pattern(markers).finditer(text):
             self._write(text[at:found.start()])
@@ -290,7 +290,7 @@ class OutputRouter:
                 self._emit_spaces()
 
     def _follow_lines(self, text: str) -> None:
-        """Tracks lines of content: a function without a block begins a line, outside of code."""
+        """Tracks lines of content. A function without a block counts only at the start of a line, outside of code."""
         *lines, last = (self._line + text).split("\n")
         self._fenced ^= sum(line.lstrip().startswith(_FENCE) for line in lines) % 2 == 1
         self._line = last.lstrip()[:len(_FENCE)]
@@ -336,7 +336,7 @@ class OutputRouter:
         return marker == form.block[0] or form.anywhere or begins_line
 
     def _mark_in_call(self, reader: CallReader, marker: str) -> None:
-        """Inside calls markers are text, except for think tags before a call is confirmed."""
+        """Treats a marker inside a call as text, except for think tags before a call is confirmed."""
         if marker in (THINK, THINK_END) and not reader.confirmed and not reader.json.quote:
             self._after_calls(reader, reader.finish())
             self._mark(marker)
@@ -378,7 +378,7 @@ class OutputRouter:
             self._after_calls(reader, rest)
 
     def _after_calls(self, reader: CallReader, rest: str) -> None:
-        """Ends a block. Without a call its text stays in its region; a call ends the reasoning."""
+        """Ends a block. If it has no call, its text stays in its region; a call ends the reasoning."""
         assert self._calls
         self._say_calls(reader)
         self._reader, self._retries = None, reader.retries
@@ -419,7 +419,7 @@ def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 RoutedToken = tuple[int, list[Delta], bool]
-"""The characters of an answer before a token, the token's deltas, and True if it is reasoning."""
+"""The number of characters of an answer before a token, the token's deltas, and True if the token is reasoning."""
 
 
 class AnswerText:
@@ -430,7 +430,7 @@ class AnswerText:
     """
 
     def __init__(self, router: OutputRouter, hidden: frozenset[int] = frozenset(), begun: Sequence[Delta] = ()) -> None:
-        """begun: output of tokens that the router has had, which comes with the first token or the end."""
+        """begun: output of tokens already routed, which is returned with the first token or at the end."""
         self._router = router
         self._hidden = hidden
         self._begun = begun
@@ -447,7 +447,7 @@ class AnswerText:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended the text."""
+        """The stop string that ended the text, or None."""
         return self._router.stops.found
 
     @property
@@ -456,12 +456,12 @@ class AnswerText:
         return self._router.ended
 
     def push(self, token: int, /) -> bool:
-        """Routes the next token before it is read; True after a stop string."""
+        """Routes the next token before it is read. Returns True after a stop string."""
         self._pushed.append(self._route(token))
         return self._router.stopped
 
     def take(self, token: int) -> RoutedToken:
-        """Returns the next token, routed."""
+        """Returns the next token in routed form."""
         return self._pushed.popleft() if self._pushed else self._route(token)
 
     def finish(self, cut: bool = False) -> list[Delta]:
@@ -479,7 +479,7 @@ class AnswerText:
 
 class AnswerTexts:
     """The texts of a request's choices, created on demand. router: in the state before the first token. begun: tokens
-    that all of them begin with. Threads may share it."""
+    with which all choices begin. Thread-safe."""
 
     def __init__(self, router: OutputRouter, hidden: Iterable[int] = (), begun: Iterable[int] = ()) -> None:
         self._start, self._hidden = router, frozenset(hidden)
@@ -487,11 +487,11 @@ class AnswerTexts:
         self._texts: dict[int, AnswerText] = {}
 
     def of(self, choice: int) -> AnswerText:
-        """Returns the text of a choice, always the same object."""
+        """Returns the text of a choice. It is the same object in each call."""
         return self._texts.get(choice) or self._texts.setdefault(choice, self.again())
 
     def followers(self) -> Callable[[], AnswerText]:
-        """Returns a function that returns the texts of the choices in order, for the engine."""
+        """Returns a function for the engine that returns the texts of the choices in order."""
         return partial(next, map(self.of, count()))
 
     def again(self, tokens: Sequence[int] = ()) -> AnswerText:

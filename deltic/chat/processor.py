@@ -59,12 +59,12 @@ _THINKING_VARIABLES = frozenset(("enable_thinking", "reasoning_effort"))
 """Template variables that turn reasoning on or off."""
 _PRESERVES = "preserve_thinking"
 """Template variable that keeps the reasoning of earlier turns."""
-_MAX_TEMPLATE_BYTES = 1 << 20  # bytes: the longest published ones have a few tens of KiB
+_MAX_TEMPLATE_BYTES = 1 << 20  # bytes; the longest published templates have a few tens of KiB
 
 MEDIA = "<__media__>"
-"""Placeholder of a picture in raw prompts."""
+"""Placeholder for an image in raw prompts."""
 _AROUND = ("<|vision_start|>", "<|vision_end|>")
-"""Tokens around a picture."""
+"""Tokens around an image."""
 
 Remember = Callable[[Sequence[int], Finish, Answer, bool], AnswerEnd | None]
 """Records a finished choice: its tokens with the end token, the finish reason, the answer, and True if the text ended
@@ -72,8 +72,8 @@ with the tokens, outside of think blocks and calls and not at a stop string. Ret
 
 
 Opens = Literal["turn", "message", "nothing"]
-"""How a prompt ends: with the start of the assistant's turn, inside the last message, which the answer continues, or
-after that message."""
+"""The way in which a prompt ends: with the start of the assistant's turn, inside the last message, which the answer
+continues, or after that message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class PreparedRequest:
     """A request and the texts of its choices.
 
     remember: records a finished choice for following prompts.
-    grammar: must be compiled before the engine gets the request.
+    grammar: must be compiled before the request is submitted to the engine.
     """
 
     request: EngineRequest
@@ -90,7 +90,7 @@ class PreparedRequest:
     grammar: PendingGrammar | None = None
 
     def compiled(self) -> PreparedRequest:
-        """Compiles the grammar, if any; RequestError if that fails."""
+        """Compiles the grammar, if there is one. Raises RequestError if that fails."""
         if self.grammar:
             self.grammar.compile()
         return self
@@ -104,7 +104,7 @@ class PreparedRequest:
 
 @dataclass(frozen=True, slots=True)
 class SavedPrefix:
-    """What following prompts begin with. stable_prefixes: where they may part. answer: the last recorded one."""
+    """The ids that following prompts begin with. stable_prefixes: where they may diverge. answer: last recorded."""
 
     ids: tuple[int, ...]
     stable_prefixes: tuple[int, ...]
@@ -113,9 +113,9 @@ class SavedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class ChatConfig:
-    """Options of chat prompts; ConfigError names a wrong one.
+    """Options of chat prompts. Raises ConfigError that names a wrong one.
 
-    history: how prompts use earlier answers, see `deltic.chat.history`.
+    history: the way in which prompts use earlier answers, see `deltic.chat.history`.
     strip_billing_header: removes the billing header that coding agents put before the system message.
     thinking_budget: default of `ChatProcessor.chat`.
     thinking: reasoning of requests that do not choose; None: the template decides.
@@ -145,9 +145,9 @@ class ChatConfig:
 class ChatProcessor:
     """Tokenizer, chat template and answer records of one model.
 
-    template: jinja source in place of the model's own. notes: stores answer records beyond the process.
-    longest: tokens of the context, if known. vision: the image input of the model, if any. image_urls: fetches images
-    from http(s) URLs. options: those of ChatConfig.
+    template: jinja source in place of the model's own. notes: stores answer records outside the process. longest:
+    context length in tokens, if known. vision: the image input of the model, if any. image_urls: fetches images from
+    http(s) URLs. options: options of ChatConfig.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None, *, notes: AnswerStore | None = None,
@@ -185,17 +185,17 @@ class ChatProcessor:
              answer: AnswerForm = FREE, variables: Mapping[str, Any] | None = None,
              history: str | AnswerEnd | None = None, thinking_budget: int | None = None,
              pictures: Shown | RequestError | None = None) -> PreparedRequest:
-        """Prepares the next turn of a conversation; RequestError names a wrong field.
+        """Prepares the next turn of a conversation. Raises RequestError that names a wrong field.
 
         answer: the tools that it may or must call, the format of its content, and the tokens that it begins with.
         variables: template variables, such as enable_thinking; also add_generation_prompt and continue_final_message as
             in transformers. Only answers that begin a turn are recorded.
-        history: in place of the processor's; or the end of a recorded answer that the messages follow, in place of the
-            conversation so far: its exact tokens are continued.
-        thinking_budget: in place of the processor's. After so many tokens in think blocks the open block is closed as
+        history: overrides the processor's mode. Or the end of a recorded answer, in place of the conversation so far:
+            the messages follow that answer, and its exact tokens are continued.
+        thinking_budget: overrides the processor's. After this many tokens in think blocks the open block is closed as
             the template closes one.
-        pictures: decoded media by field, or the error to raise. Then nothing is fetched, and UnreadImages is raised if
-            one is missing.
+        pictures: decoded media by field, or the error to raise. If given, nothing is fetched, and UnreadImages is
+            raised if one is missing.
         """
         fork, history = (history, None) if isinstance(history, AnswerEnd) else (None, history)
         mode = self._mode(history, variables or {})
@@ -241,7 +241,7 @@ class ChatProcessor:
 
     def _beginning(self, begun: tuple[int, ...], sampling: SamplingParams, opens: Opens
                    ) -> tuple[tuple[int, ...], SamplingParams]:
-        """Returns the tokens that an answer begins with, and no more tokens to generate if an end token ends them."""
+        """Returns the first tokens of an answer, and sampling without further tokens if these end with an end token."""
         if begun and opens != "turn":
             raise RequestError("prefix_token_ids begin a new answer: leave out continue_final_message and "
                                "add_generation_prompt", "prefix_token_ids")
@@ -255,7 +255,7 @@ class ChatProcessor:
         return begun, sampling
 
     def _mode(self, history: str | None, variables: Mapping[str, Any]) -> str:
-        """Returns the history mode. `preserve_thinking: false` in a request selects template."""
+        """Returns the history mode. `preserve_thinking: false` in a request selects the mode `template`."""
         if history is None and variables.get(_PRESERVES) is False:
             return "template"
         return self._config.history if history is None else history
@@ -270,7 +270,7 @@ class ChatProcessor:
         return reading.show(pictures)
 
     def within(self, bound: TokenLimit) -> ChatProcessor:
-        """Returns a view with another prompt limit, such as that of prompts that are only counted."""
+        """Returns a view with another prompt limit, such as the limit for prompts that are only counted."""
         found = copy(self)
         found._bound, found._history = bound, self._history.within(replace(bound, field="messages"))
         return found
@@ -286,18 +286,18 @@ class ChatProcessor:
 
     @property
     def source(self) -> str:
-        """The source of the chat template; "" if there is none."""
+        """The source of the chat template, or "" if there is none."""
         try:
             return self._template(None).source
         except TemplateError:
             return ""
 
     def knows(self, variable: str, tools: Any = None) -> bool:
-        """True if the chat template contains a variable."""
+        """Returns True if the chat template contains a variable."""
         return variable in self._template(tools).source
 
     def reads(self, field: str, tools: Any = None) -> bool:
-        """True if the chat template reads a field of this name."""
+        """Returns True if the chat template reads a field of this name."""
         named = rf"(?:\.|\[\s*['\"]|get\(\s*['\"]){re.escape(field)}\b"
         return re.search(named, self._template(tools).source) is not None
 
@@ -314,7 +314,7 @@ class ChatProcessor:
     def prompt(self, text: str, images: Sequence[Any] = ()) -> Prompt:
         """Returns a raw prompt with images in place of markers: MEDIA, or the model's own token.
 
-        images: as the `image` of messages. RequestError if their number is not that of the markers.
+        images: as the `image` of messages. Raises RequestError if their number differs from the number of markers.
         """
         if not isinstance(images, list | tuple):
             raise RequestError(f"images must be a list, one for each marker, not {show(images)}", "images")
@@ -346,7 +346,7 @@ class ChatProcessor:
 
     def complete(self, prompt: str | Sequence[int] | Prompt, sampling: SamplingParams = SamplingParams(),
                  output_format: OutputFormat | None = None, add_special: bool = True) -> PreparedRequest:
-        """Prepares the continuation of a text, whose special tokens are recognised, of token ids or of a Prompt.
+        """Prepares the continuation of a text (special tokens in it are recognised), of token ids, or of a Prompt.
 
         add_special: adds the tokens that the tokenizer puts around a text, such as bos.
         """
@@ -373,8 +373,8 @@ class ChatProcessor:
 
     def saved_prefix(self, messages: Any, *, tools: Any = None, variables: Mapping[str, Any] | None = None,
                      history: str | None = None, pictures: Shown | RequestError | None = None) -> SavedPrefix:
-        """Returns what following prompts of a conversation begin with, or all conversations with these system messages
-        and tools if there are no others. Arguments as in `chat`."""
+        """Returns the beginning of a conversation's following prompts. If there are no messages but system messages and
+        tools, returns the beginning that all such conversations share. Arguments as in `chat`."""
         roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
         if {*roles} <= {"system", "developer"}:
             ids = self.system_prefix(messages, tools=tools, variables=variables)
@@ -396,7 +396,7 @@ class ChatProcessor:
                            answer if answer and request.ids[:len(answer.ids)] == answer.ids else None)
 
     def keep_answer(self, key: str, ids: Sequence[int], data: bytes) -> None:
-        """As `History.keep_answer`."""
+        """Adds a recorded answer, see `History.keep_answer`."""
         self._history.keep_answer(key, ids, data)
 
     def flush(self) -> None:
@@ -406,7 +406,7 @@ class ChatProcessor:
         return self._override or load_template(self.tokenizer, tools, self._seconds)
 
     def _with_thinking(self, variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Adds the default of enable_thinking to variables that do not choose."""
+        """Adds the default of enable_thinking to variables that do not set it."""
         given = variables or {}
         thinking = self._config.thinking
         if thinking is None or _THINKING_VARIABLES & given.keys():
@@ -443,7 +443,7 @@ class ChatProcessor:
 
 
 def _opens(variables: Mapping[str, Any]) -> tuple[dict[str, Any], Opens]:
-    """Splits off the variables that choose how the prompt ends."""
+    """Separates the variables that choose how the prompt ends."""
     rest = dict(variables)
     begins, continues = (rest.pop(name, None) for name in ("add_generation_prompt", "continue_final_message"))
     for name, value in (("add_generation_prompt", begins), ("continue_final_message", continues)):
@@ -520,7 +520,7 @@ def _check(mode: object, budget: object, error: type[ConfigError] | type[Request
 
 
 def read_template(path: Path) -> str:
-    """Reads a chat template file; TemplateError if it cannot be read."""
+    """Reads a chat template file. Raises TemplateError if it cannot be read."""
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_TEMPLATE_BYTES + 1)

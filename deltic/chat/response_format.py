@@ -1,4 +1,4 @@
-"""Reads output formats of requests: a JSON schema, a regular expression, choices, a grammar."""
+"""Reads the output format of a request: a JSON schema, a regular expression, choices, or a grammar."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _OBJECT = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class JsonSchema:
-    """JSON that matches a schema. field: that of the request.
+    """JSON that matches a schema. field: the request field with the schema.
 
-    strict: the whole schema is enforced or the request refused; else keywords may be left to the model.
+    strict: the whole schema is enforced or the request is refused; else keywords may be left to the model.
     """
 
     schema: Any
@@ -29,7 +29,7 @@ class JsonSchema:
 
 @dataclass(frozen=True, slots=True)
 class Regex:
-    """Text that a regular expression of Rust's regex crate matches as a whole."""
+    """Text that matches a regular expression as a whole, in the syntax of Rust's regex crate."""
 
     pattern: str
     field: str = field(default="structured_outputs.regex", compare=False)
@@ -45,7 +45,7 @@ class ChoiceFormat:
 
 @dataclass(frozen=True, slots=True)
 class GrammarText:
-    """A grammar in Lark's notation or llama.cpp's GBNF."""
+    """A grammar in Lark's notation or in llama.cpp's GBNF."""
 
     text: str
     field: str = field(default="structured_outputs.grammar", compare=False)
@@ -55,9 +55,9 @@ OutputFormat = JsonSchema | Regex | ChoiceFormat | GrammarText
 
 
 def response_format(value: Any, name: str = "response_format", ignored: list[str] | None = None) -> OutputFormat | None:
-    """Reads OpenAI's `response_format` and the variants of other servers; None for plain text.
+    """Reads OpenAI's `response_format` and the variants of other servers. Returns None for plain text.
 
-    RequestError names a wrong field. ignored: gets the names of fields without effect.
+    Raises RequestError that names a wrong field. ignored: gets the names of fields without effect.
     """
     if value is None:
         return None
@@ -101,7 +101,7 @@ def _pattern(pattern: Any, name: str, given: Mapping[str, Any]) -> Regex:
 
 
 def _note(given: Mapping[str, Any], known: Sequence[str], name: str, ignored: list[str] | None) -> None:
-    """Adds the names of fields without effect."""
+    """Adds the names of fields without effect to `ignored`."""
     if ignored is not None:
         ignored += [f"{name}.{key}" for key, value in given.items() if key not in known and value not in (None, False)]
 
@@ -113,8 +113,8 @@ _FORMATS: Mapping[str, tuple[Callable[[Any, str, Mapping[str, Any]], OutputForma
     "regex": (_pattern, ("pattern", "regex", "value")),
     "grammar": (lambda value, name, given: grammar(value, name), ("grammar", "value")),
     "ebnf": (lambda value, name, given: grammar(value, name), ("ebnf", "grammar"))}
-"""Readers of formats by type, and the fields that may hold the value: also those of llama.cpp, Together, Fireworks,
-SGLang and text-generation-inference."""
+"""Readers of formats by type, and the fields that may hold the value, including those of llama.cpp, Together,
+Fireworks, SGLang and text-generation-inference."""
 _TYPES = "text, json_object, json_schema, regex or grammar"
 _BESIDE = ("name", "description", "strict")
 
@@ -156,7 +156,7 @@ def structured_outputs(value: Any, name: str = "structured_outputs", ignored: li
 
 
 def only_format(formats: Sequence[OutputFormat | None]) -> OutputFormat | None:
-    """Returns the only format that is given; RequestError if there are several."""
+    """Returns the only format that is given. Raises RequestError if there are several."""
     found = [given for given in formats if given]
     if len(found) > 1:
         raise RequestError(f"{found[0].field} and {found[1].field} both set the format of the answer: give one",
@@ -168,7 +168,7 @@ _OF_CALLS = (response_format, structured_outputs)
 
 
 def as_format(response_format: Any = None, structured_outputs: Any = None) -> OutputFormat | None:
-    """The one of the two that is given; RequestError if both are."""
+    """Returns the format that is given, if any. Raises RequestError if both are given."""
     given = (response_format, structured_outputs)
     return only_format([read(value) for read, value in zip(_OF_CALLS, given, strict=True)])
 
@@ -195,7 +195,7 @@ def _json(value: Any, name: str) -> JsonSchema:
 _READERS: Mapping[str, Callable[[Any, str], OutputFormat]] = {
     "json": _json, "regex": regex, "choice": choice, "grammar": grammar}
 _IGNORED = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
-"""Options of vLLM's own backends."""
+"""Options of vLLM's own grammar backends, which have no effect here."""
 GUIDED = {f"guided_{kind}": read for kind, read in _READERS.items()}
 """Readers of vLLM's older request fields."""
 

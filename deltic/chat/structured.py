@@ -1,4 +1,4 @@
-"""Structured output: from the format of a request to masks of the allowed next tokens.
+"""Structured output: converts the output format of a request to masks of the allowed next tokens.
 
 Uses llguidance, which is loaded on first use.
 """
@@ -32,26 +32,26 @@ if TYPE_CHECKING:
 _MAX_CACHED = 64
 _MAX_GRAMMAR_CHARS = 1 << 20
 _TOKEN_SECONDS = 0.01
-"""Processor time for a token. Usual grammars take 0.5 ms on average, and 6 ms at most."""
+"""Seconds of processor time per token. Usual grammars take 0.5 ms on average, and 6 ms at most."""
 _SPARE_SECONDS = 1.0
-"""Processor time that one answer may take beyond that. Ambiguous grammars get slower with every token, and delay the
-whole batch."""
+"""Seconds of processor time that one answer may take in addition. Ambiguous grammars get slower with every token, and
+delay the whole batch."""
 _WHITESPACE = r" |\r?\n[ \t]{0,40}"
-"""White space in JSON. Bounded, as small models otherwise write it without end."""
+"""White space in JSON. It is limited because small models otherwise write it without end."""
 STRICT: dict[str, Any] = {"whitespace_pattern": _WHITESPACE, "lenient": False, "coerce_one_of": False}
 LENIENT = STRICT | {"lenient": True, "coerce_one_of": True}
 _COMPACT = {"whitespace_pattern": None, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OPTIONS = "x-guidance"
 
 Part = dict[str, Any]
-"""A grammar in llguidance's form. The first of several is the start, the others have names."""
+"""A grammar in llguidance's format. The first of several is the start; the others have names."""
 
 
 class Schemas:
     """Converts JSON schemas for a grammar.
 
-    bounds: for schemas without bounds of their own. loose: leaves out keywords that llguidance refuses, if a schema is
-    not strict. ignored: the keywords left out. used: the converted schemas with their fields.
+    bounds: limits for schemas that set none. loose: leaves out keywords that llguidance refuses, if a schema is not
+    strict. ignored: the keywords that were left out. used: the converted schemas with their fields.
     """
 
     def __init__(self, bounds: Bounds | None = None, loose: bool = False) -> None:
@@ -67,14 +67,14 @@ class Schemas:
         return schema if self._bounds is None else self._bounds.on(schema)
 
     def part(self, schema: Mapping[str, Any], strict: bool, field: str) -> Part:
-        """Returns a fitted schema with options of llguidance."""
+        """Returns a fitted schema with llguidance's options."""
         part = {**schema, _OPTIONS: (STRICT if strict else LENIENT) | (_COMPACT if self._bounds else {})}
         self.used.append((field, part))
         return part
 
 
 def objection(part: Mapping[str, Any]) -> str:
-    """Returns the error of llguidance for a schema; "" if it is valid."""
+    """Returns llguidance's error for a schema, or "" if the schema is valid."""
     from llguidance import LLMatcher
 
     reason: str = LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": part}]}), None)
@@ -86,7 +86,7 @@ Source = Callable[["GrammarVocabulary", Schemas], list[Part]]
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A compiled grammar. field: that of the request. ignored: keywords of its schemas that are not enforced."""
+    """A compiled grammar. field: of the request. ignored: keywords of its schemas that are not enforced."""
 
     vocabulary: GrammarVocabulary
     prototype: LLMatcher
@@ -98,7 +98,7 @@ class Grammar:
 
 
 class GrammarVocabulary:
-    """The tokens of a model as llguidance sees them. Added tokens, such as think tags, match by name only."""
+    """The tokens of a model in llguidance's view. Added tokens, such as think tags, match by name only."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self.ends = tokenizer, frozenset(tokenizer.ends)
@@ -110,7 +110,7 @@ class GrammarVocabulary:
 
     @cached_property
     def compiled(self) -> LLTokenizer:
-        """The vocabulary for llguidance. Slow to make for large ones, and holds the GIL."""
+        """The vocabulary for llguidance. Building it is slow for large vocabularies and holds the GIL."""
         from llguidance import LLTokenizer
         from llguidance._tokenizer import TokenizerWrapper
 
@@ -118,7 +118,7 @@ class GrammarVocabulary:
 
     @cached_property
     def unfinished(self) -> bytes:
-        """The mask of all tokens but those that end an answer or begin a call."""
+        """The mask of all tokens except those that end an answer or begin a call."""
         mask = bytearray(b"\xff" * -(-self._tokenizer.vocab_size // 8))
         for token in self.not_thinking:
             mask[token >> 3] &= ~(1 << (token & 7))
@@ -152,14 +152,14 @@ class _Tokens:
 
 @dataclass(slots=True, eq=False)
 class PendingGrammar:
-    """A grammar that a request needs. Compiling may be slow, so a server does it in a thread before the engine gets the
-    request."""
+    """A grammar that a request needs. Compiling may be slow, so a server compiles it in a thread before it submits the
+    request to the engine."""
 
     _compile: Callable[[], Grammar]
     _compiled: Grammar | None = None
 
     def compile(self) -> None:
-        """Compiles the grammar; RequestError if it is refused or takes too long."""
+        """Compiles the grammar. Raises RequestError if it is refused or takes too long."""
         self._compiled = self._compile()
 
     @property
@@ -170,9 +170,9 @@ class PendingGrammar:
 
 
 class Grammars:
-    """Compiles grammars and caches them. Threads may share it.
+    """Compiles grammars and caches them. Thread-safe.
 
-    seconds: limit of processor time for one grammar. bounds: for JSON schemas without bounds of their own.
+    seconds: limit of processor time for one grammar. bounds: limits for JSON schemas that set none.
     """
 
     def __init__(self, tokenizer: Tokenizer, seconds: float = 5.0) -> None:
@@ -186,16 +186,16 @@ class Grammars:
         return GrammarVocabulary(self._tokenizer)
 
     def warm(self) -> None:
-        """Makes the vocabulary in advance."""
+        """Builds the vocabulary in advance."""
         with self._lock:
             _ = self.vocabulary.compiled
 
     def of(self, wanted: OutputFormat) -> PendingGrammar:
-        """Returns the grammar of a format; RequestError names its field."""
+        """Returns the grammar of a format. Raises RequestError that names the format's field."""
         return self.grammar(lambda _, schemas: [part_of(wanted, schemas)], wanted.field)
 
     def grammar(self, source: Source, field: str) -> PendingGrammar:
-        """Returns the grammar of a source; RequestError names the field."""
+        """Returns the grammar of a source. Raises RequestError that names the field."""
         try:
             import llguidance  # noqa: F401
         except ImportError as error:
@@ -220,7 +220,7 @@ class Grammars:
             raise RequestError(f"{field} cannot be enforced: {error}", field) from None
 
     def _compile(self, source: Source, schemas: Schemas, text: str) -> Grammar:
-        """Compiles a grammar; if llguidance refuses it, with looser schemas."""
+        """Compiles a grammar, with looser schemas if llguidance refuses it."""
         try:
             return _compile(self.vocabulary, text, schemas.ignored)
         except _BadGrammar as error:
@@ -236,7 +236,7 @@ class Grammars:
         raise _BadGrammar(*next(wrong, (refusal, "")))
 
     def _compiled(self, text: str, compile: Callable[[], Grammar]) -> Grammar:
-        """Compiles a grammar or waits for a thread that does. Errors are cached as well."""
+        """Compiles a grammar, or waits for a thread that is compiling it. Errors are cached as well."""
         key = blake2b(text.encode(), digest_size=16).digest()
         with self._lock:
             known = self._known.pop(key, None)
@@ -256,11 +256,11 @@ class Grammars:
 
 
 class _SlowGrammar(Exception):
-    """Its argument is the processor time in seconds that compiling took."""
+    """Raised if compiling was slow. The argument is the processor time in seconds."""
 
 
 class _BadGrammar(ValueError):
-    """field: that of the request, if known."""
+    """Raised for an invalid grammar. field: the request field with the grammar, if known."""
 
     def __init__(self, reason: str, field: str = "") -> None:
         super().__init__(reason)
@@ -268,7 +268,7 @@ class _BadGrammar(ValueError):
 
 
 def _compile(vocabulary: GrammarVocabulary, text: str, ignored: Set[str]) -> Grammar:
-    """Compiles a grammar. ignored: keywords left out of its schemas."""
+    """Compiles a grammar. ignored: keywords that were left out of its schemas."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(vocabulary.compiled, text, log_level=0, limits=_limits())
@@ -301,7 +301,7 @@ def _first_line(message: str) -> str:
 
 
 def part_of(wanted: OutputFormat, schemas: Schemas) -> Part:
-    """Converts a format to llguidance's form."""
+    """Converts a format to llguidance's format."""
     if isinstance(wanted, JsonSchema):
         return {"json_schema": schemas.part(schemas.fit(wanted), wanted.strict, wanted.field)}
     if isinstance(wanted, Regex):
@@ -333,9 +333,9 @@ def _lark(wanted: GrammarText) -> str:
 class GrammarConstraint:
     """Constrains one answer to a grammar, after its think block.
 
-    text: that of the answer, which gets every token first. gap: the tokens between think block and content. opens: the
-    answer may begin with a think block. Reasoning is free, but cannot end the answer or call a tool.
-    RequestError names the grammar's field if it takes too much work.
+    text: the answer's text, which takes every token first. gap: tokens between think block and content. opens: the
+    answer may begin with a think block. Reasoning is unconstrained, but cannot end the answer or call a tool.
+    Raises RequestError that names the grammar's field if the grammar takes too much work.
     """
 
     def __init__(self, grammar: Grammar, text: AnswerText, gap: Sequence[int] = (), opens: bool = False) -> None:
@@ -348,22 +348,22 @@ class GrammarConstraint:
         self._rest = tuple[int, ...]()
         self._opens = self._vocabulary.think if opens and not self._thinking else None
         self._taken: list[int] = []  # tokens that the matcher has not consumed yet
-        self._owed = 0.0  # processor seconds beyond the limit of its tokens
+        self._owed = 0.0  # processor seconds beyond the limit of the tokens so far
 
     def fitting(self, drafts: Sequence[int], /) -> int:
-        """As in `Constraint`. Stops drafts at an end token and at the end of reasoning."""
+        """Implements `Constraint`. Drafts end at an end token and at the end of reasoning."""
         if self._rest:
             return 0
         if self._thinking:
             if self._vocabulary.think_end is None:
-                return 0  # the tag is no token, so any draft may contain it
+                return 0  # the tag is not a token, so any draft may contain it
             return _before(drafts, {*self._vocabulary.not_thinking, self._vocabulary.think_end})
         with self._timed():
             self._follow()
             return _before(drafts[:self._matcher.validate_tokens([*drafts])], self._vocabulary.ends)
 
     def allowed(self, drafts: Sequence[int], /) -> list[bytes | None]:
-        """As in `Constraint`."""
+        """Implements `Constraint`."""
         if self._thinking:
             return [self._vocabulary.unfinished] * (len(drafts) + 1)
         if self._rest:
@@ -371,7 +371,7 @@ class GrammarConstraint:
         masks: list[bytes | None] = []
         with self._timed():
             self._follow()
-            # on a copy: after rollback() llguidance 1.9 may return masks of the old state
+            # uses a copy: after rollback() llguidance 1.9 may return masks of the old state
             tried = self._matcher.deep_copy()
             masks.append(self._mask(tried))
             for draft in drafts:
@@ -394,7 +394,7 @@ class GrammarConstraint:
             self._taken.append(token)
 
     def _follow(self) -> None:
-        """Passes new tokens to the matcher. Not done in `push`, which runs in the engine's thread."""
+        """Passes new tokens to the matcher. `push` does not do this, because it runs in the engine's thread."""
         taken, self._taken = self._taken, []
         for token in taken:
             self._matcher.consume_token(token)

@@ -1,7 +1,7 @@
 """Renders chat templates as transformers does, in a sandbox with a time limit.
 
 `Watchdog` raises an exception in the rendering thread. The interpreter delivers it between two instructions: a native
-operation runs to its end, so `deltic.chat.template_sandbox` bounds the operands of those.
+operation runs to its end, so `deltic.chat.template_sandbox` bounds the operands of native operations.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from deltic.errors import RequestError, TemplateError
 Result = TypeVar("Result")
 
 _AGAIN: Final = 0.1
-"""Seconds until the exception is raised again: callbacks of the interpreter swallow it."""
+"""Seconds until the exception is raised again, because callbacks of the interpreter may swallow it."""
 
 
 class _Expired(BaseException):
-    """Not an Exception, which libraries catch."""
+    """The exception for an expired deadline. It is not an Exception, because libraries catch those."""
 
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """Work of one thread, and its deadline by the monotonic clock."""
+    """Work of one thread, and its deadline on the monotonic clock."""
 
     thread: int
     due: float
@@ -46,10 +46,10 @@ class _Watched:
 
 
 class Watchdog:
-    """Runs work under a time limit. The thread starts with the first work, and sleeps until the next deadline."""
+    """Runs work under a time limit. Its thread starts with the first work, and sleeps until the next deadline."""
 
     def __init__(self) -> None:
-        # a bare lock: the exception may arrive while a thread acquires it
+        # a plain lock: the exception may arrive while a thread acquires it
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._watched: dict[_Watched, None] = {}
@@ -57,7 +57,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def run(self, work: Callable[[], Result], seconds: float) -> Result:
-        """Runs `work` in this thread; TimeoutError after so many seconds. The work must not hold locks."""
+        """Runs `work` in this thread. Raises TimeoutError after `seconds`. The work must not hold locks."""
         watched = _Watched(threading.get_ident(), time.monotonic() + seconds)
         try:
             try:
@@ -76,7 +76,7 @@ class Watchdog:
     def _watch(self, watched: _Watched) -> None:
         with self._lock:
             self._watched[watched] = None
-            if self._thread is None or not self._thread.is_alive():  # after a fork
+            if self._thread is None or not self._thread.is_alive():  # the thread is missing after a fork
                 self._wakes = watched.due
                 self._thread = threading.Thread(target=self._look, name="deltic-watchdog", daemon=True)
                 self._thread.start()
@@ -115,7 +115,7 @@ _MAX_ERROR_CHARS = 1000
 
 
 class _Refusal(jinja2.TemplateError):
-    """The template called raise_exception."""
+    """Raised when the template calls raise_exception."""
 
 
 class _GenerationTag(Extension):
@@ -130,10 +130,10 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """A compiled chat template. TemplateError names the line if the source is not valid.
+    """A compiled chat template. Raises TemplateError that names the line if the source is not valid.
 
     Templates come with checkpoints and are not trusted: they see plain JSON values, cannot reach Python through
-    attributes, and are ended after `seconds`.
+    attributes, and are stopped after `seconds`.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None,
@@ -151,7 +151,7 @@ class ChatTemplate:
                add_generation_prompt: bool = True, /, **variables: Any) -> str:
         """Returns the prompt as text. `messages` are normalised; variables that are None are not passed.
 
-        RequestError carries the template's own objection to these messages.
+        Raises RequestError with the template's own objection to these messages.
         """
         values: dict[str, Any] = {**self._special_tokens, "documents": None}
         values |= {name: value for name, value in variables.items() if value is not None}
@@ -179,7 +179,7 @@ def _compile(source: str) -> jinja2.Template:
         return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise TemplateError(f"the chat template is not valid jinja, line {error.lineno}: {error.message}") from error
-    except (RecursionError, SyntaxError, MemoryError) as error:  # jinja's compiler, or Python's on jinja's code
+    except (RecursionError, SyntaxError, MemoryError) as error:  # of jinja's compiler, or Python's on jinja's code
         raise TemplateError("the chat template is not valid jinja: it is nested too deeply") from error
 
 
@@ -201,7 +201,7 @@ def _render(template: jinja2.Template, values: dict[str, Any]) -> str:
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
              separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-    """Writes JSON without the HTML escapes of jinja's own filter."""
+    """Returns a value as JSON, without the HTML escapes of jinja's own filter."""
     for space in (indent, *(separators or ())):
         width = len(space) if isinstance(space, str) else space or 0
         if width > _MAX_INDENT:
@@ -224,7 +224,7 @@ def _make_dict(*args: Any, **values: Any) -> dict[Any, Any]:
 
 
 def _with_remedy(refusal: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Adds the remedy to the refusal of a conversation without a user message."""
+    """Adds the remedy to the template's refusal of a conversation without a user message."""
     if not messages or any(message.get("role") == "user" for message in messages):
         return refusal
     return refusal.rstrip(".") + ': add a message with the role "user"'

@@ -1,7 +1,7 @@
-"""Jinja's immutable sandbox, with bounds on the size of every value that a template makes.
+"""Jinja's immutable sandbox, with limits on the size of every value that a template makes.
 
-`Watchdog` ends a rendering between two Python instructions. One native operation runs to its end, so its operands
-are bounded here: before an operation whose result may be far larger than its operands, after every other one.
+`Watchdog` ends a rendering between two Python instructions. One native operation runs to its end, so its operands are
+limited here. The check runs before an operation if its result may be far larger than its operands, else after it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jinja2.visitor import NodeTransformer
 Value = TypeVar("Value")
 
 MAX_CHARS = 1 << 24
-"""Characters of one container, with everything in it, or of one captured block."""
+"""Limit on the characters of one container, with everything in it, or of one captured block."""
 MAX_TOTAL_CHARS = 1 << 27
-"""Characters of all values that one rendering makes."""
-_ENTRY_CHARS = 8  # weight of an entry of a container besides its characters
-# Weights of numbers, whose arithmetic takes more than linear time
+"""Limit on the characters of all values that one rendering makes."""
+_ENTRY_CHARS = 8  # weight of a container's entry in addition to its characters
+# Weights of numbers. Their arithmetic takes more than linear time.
 _CHARS_PER_BIT = 1 << 8
 _CHARS_PER_DIGIT = 1 << 12
 _CHARS_PER_DECIMAL = 1 << 17
@@ -40,17 +40,17 @@ _LOOP_ATTRIBUTES = frozenset({"index", "index0", "revindex", "revindex0", "first
 _PLAIN = frozenset({bool, int, str, dict, list})
 _TEXT_METHODS = frozenset({"startswith", "endswith", "strip", "lstrip", "rstrip", "split", "rsplit", "replace", "lower",
                            "upper", "find"})
-"""Attributes that jinja's sandbox allows: most of what templates read, for each message several times."""
+"""Attributes that jinja's sandbox allows. Templates read mostly these, several times for each message."""
 _REMOVED_FILTERS = frozenset({"filesizeformat", "pprint", "slice", "striptags", "urlize", "wordwrap", "xmlattr"})
 """Filters for web pages that may take more than linear time or memory."""
 
 
 class SizeLimits:
-    """Counts the characters that one rendering makes; OverflowError beyond the limits."""
+    """Counts the characters that one rendering makes. Raises OverflowError beyond the limits."""
 
     def __init__(self) -> None:
         self._made = 0
-        # by identity: containers cannot change in the sandbox, and are kept so that no other gets their identity
+        # by identity: containers cannot change in the sandbox, and are kept so that no other object gets their identity
         self._weights: dict[int, tuple[int, object]] = {}
 
     def add(self, value: Value) -> Value:
@@ -63,13 +63,13 @@ class SizeLimits:
         return value
 
     def add_chars(self, count: int) -> None:
-        """Counts the characters of a value, which may still have to be made."""
+        """Counts the characters of a value, which need not exist yet."""
         self._made += count
         if self._made > MAX_TOTAL_CHARS:
             raise OverflowError(f"more than {MAX_TOTAL_CHARS} characters")
 
     def weigh(self, value: Any) -> int:
-        """Returns an upper bound of the characters that a value has when it is written out."""
+        """Returns an upper bound of the number of characters of a value when it is written out."""
         if isinstance(value, str):
             return len(value)
         if isinstance(value, int):
@@ -87,7 +87,7 @@ class SizeLimits:
 
 
 def check_chars(count: int) -> None:
-    """OverflowError if one value would have too many characters."""
+    """Raises OverflowError if one value would have too many characters."""
     if count > MAX_CHARS:
         raise OverflowError(f"a value of more than {MAX_CHARS} characters")
 
@@ -104,7 +104,7 @@ class TemplateContext(Context):
 
 
 class SafeNamespace(Namespace):
-    """A namespace without underscored names, which could shadow Python's own."""
+    """A namespace without names that begin with an underscore, which could shadow Python's own."""
 
     def __init__(*args: Any, **values: Any) -> None:
         self, *mappings = args
@@ -117,7 +117,7 @@ class SafeNamespace(Namespace):
         _check_name(name)
         super().__setitem__(name, value)
 
-    def __repr__(self) -> str:  # namespaces may hold each other
+    def __repr__(self) -> str:  # namespaces may contain each other
         return "<Namespace>"
 
 
@@ -136,7 +136,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.filters |= {_SizeCounter.ADD: _add_size, _SizeCounter.JOIN: _join}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        kind = type(obj)  # the most frequent cases first, with the results of jinja's own longer checks
+        kind = type(obj)  # handles the most frequent cases first, with the results of jinja's own longer checks
         if kind is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if kind is str and attribute in _TEXT_METHODS:
@@ -189,15 +189,15 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         for arg in (*args, *kwargs.values()):
             if type(arg) is not str:
                 sizes.weigh(arg)
-        if type(obj) is Macro:  # which the sandbox allows, and takes no other context
+        if type(obj) is Macro:  # the sandbox allows macros, and they take no other context
             return sizes.add(obj(context.eval_ctx, *args, **kwargs))
         return sizes.add(super().call(context, obj, *args, **kwargs))
 
 
 class _SizeCounter(NodeTransformer):
-    """Puts the operations that jinja compiles to plain Python through filters that count their results."""
+    """Passes the operations that jinja compiles to plain Python through filters that count their results."""
 
-    ADD, JOIN = " add", " join"  # no template can name these
+    ADD, JOIN = " add", " join"  # no template can use these names
 
     def visit_List(self, node: nodes.List | nodes.Tuple | nodes.Dict | nodes.Getitem) -> nodes.Expr:
         self.generic_visit(node)
@@ -240,7 +240,7 @@ def _concat(pieces: Iterable[str]) -> str:
 
 
 def limited(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the filter with a limit of its result, before it is made if `_FILTER_SIZES` has it."""
+    """Returns the filter with a limit on its result, checked before the call if `_FILTER_SIZES` has the filter."""
     size = _FILTER_SIZES.get(name)
     passed = getattr(filter, "jinja_pass_arg", None)
     given = _PASSED[str(passed.name) if passed else ""]
@@ -258,7 +258,7 @@ def limited(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
 _PASSED: dict[str, Callable[[Context], tuple[Any, ...]]] = {
     "": lambda context: (), "context": lambda context: (context,), "eval_context": lambda context: (context.eval_ctx,),
     "environment": lambda context: (context.environment,)}
-"""What filters get before their value."""
+"""Arguments that filters get before their value."""
 
 
 # Upper bounds of results that may be far larger than their operands
@@ -290,7 +290,7 @@ def _percent_size(text: Any, *args: Any, **kwargs: Any) -> int:
 
 
 def _formatted_size(text: str, mark: str, values: Any) -> int:
-    """Returns the size of a formatted string; mark: the character that begins a conversion."""
+    """Returns the size of a formatted string. mark: the character that begins a conversion."""
     if re.search(r"%[^a-zA-Z%]*\*|\{[^{}]*\{", text):
         raise OverflowError("a width that is given apart")
     widths = re.findall(r"\d+(?=[.,_\d]*[a-zA-Z%}])", text)

@@ -15,7 +15,7 @@ _REASONING, _CONTENT = "Because", "Answer"
 
 @dataclass(frozen=True, slots=True)
 class ThinkEnd:
-    """Token ids that end a think block: the gap before the tag, the tag with the text after it, and that text alone
+    """Token ids that end a think block: the gap before the tag, the tag with the text after it, and only that text
     (`rest`)."""
 
     gap: bytes
@@ -25,7 +25,7 @@ class ThinkEnd:
 
     @classmethod
     def of(cls, conversation: Conversation) -> ThinkEnd:
-        """Returns the ids with which the template closes a think block; those of Qwen if it shows none."""
+        """Returns the ids with which the template closes a think block, or Qwen's ids if the template shows none."""
         gap, _, rest = _closing_text(conversation).partition(THINK_END)
         tokenizer = conversation.tokenizer
         tag = tokenizer.token_to_id(THINK_END)
@@ -34,14 +34,14 @@ class ThinkEnd:
         return cls(gap.encode(), tuple(tokenizer.encode(gap)), (*tag_ids, *rest_ids), rest_ids)
 
     def after(self, spelled: bytes) -> tuple[int, ...]:
-        """Returns the ids that close a block ending with these bytes; a gap that is there is not repeated."""
+        """Returns the ids that close a block ending with these bytes. A gap that is already there is not repeated."""
         return self.tag_ids if spelled.endswith(self.gap) else (*self.gap_ids, *self.tag_ids)
 
 
 class ThinkingBudget:
     """Forces the tokens that close a think block after `tokens` tokens of reasoning in one answer.
 
-    text: that of the answer, which gets every token first. The tags of a block do not count. A block that opens when
+    text: the answer's text, which takes every token first. The tags of a block do not count. A block that opens when
     the budget is spent is closed at once.
     """
 

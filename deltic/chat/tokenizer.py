@@ -23,36 +23,36 @@ from deltic.chat.control_tokens import MARK, ControlTokens, any_of, unmarked
 from deltic.config.families import GPT2, SPLITTERS, Splitter, splitter_of
 from deltic.errors import BusyError, LongPromptError, ModelError, is_panic, show, too_long, valid_text
 
-# The engine uses the cores; and without this the backend warns after a fork.
+# The engine uses the cores. Without this, the backend also warns after a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 logger = logging.getLogger(__name__)
 
 _LARGE: Final = 1 << 18
-"""Texts from this length on are encoded one at a time: the backend takes hundreds of bytes for each token."""
+"""Characters from which texts are encoded one at a time, because the backend takes hundreds of bytes per token."""
 _HUGE: Final = 1 << 20
-"""Texts from this length on return the memory of the encoding, which the allocator would keep."""
+"""Characters from which the encoding's memory is returned to the system; the allocator would keep it."""
 _LARGE_FILE: Final = 1 << 20
-"""A tokenizer.json from this length on returns the memory of its parsing."""
+"""Length from which a tokenizer.json's parsing memory is returned to the system."""
 _SLICE: Final = 1 << 16
 _SLACK: Final = 64
-"""Tokens by which slices of a text may differ from the whole, for each cut."""
+"""Number of tokens, for each cut, by which slices of a text may differ from the whole text."""
 _PATIENCE: Final = 60.0
-"""Seconds that a large text may wait for other ones."""
+"""Seconds that a large text may wait for other large texts."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
 _WORD = "a"
 _PIECES: Final = 1 << 10
-"""Pieces of a text that are encoded in one call."""
+"""Number of pieces of a text that are encoded in one call."""
 _DECOMPOSED = "e\u0301"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLimit:
-    """The maximum number of prompt tokens. `spent`: tokens before the current text.
+    """The maximum number of prompt tokens. `spent`: number of tokens before the current text.
 
-    reason: the reason of the limit and the remedy. field: that of the prompt in a request.
+    reason: the reason for the limit, and the remedy. field: field of the prompt in a request.
     """
 
     tokens: int = sys.maxsize
@@ -61,13 +61,13 @@ class TokenLimit:
     spent: int = 0
 
     def check(self, tokens: int, more: bool = False) -> None:
-        """LongPromptError if there are too many tokens. more: `tokens` is a lower bound."""
+        """Raises LongPromptError if there are too many tokens. more: `tokens` is a lower bound."""
         if self.spent + tokens > self.tokens:
             counted = f"more than {self.tokens}" if more else f"{self.spent + tokens}"
             raise LongPromptError(too_long(counted, self.reason), self.field)
 
     def after(self, spent: int) -> TokenLimit:
-        """Returns the limit for the text after so many tokens."""
+        """Returns the limit for the text after `spent` further tokens."""
         return replace(self, spent=self.spent + spent)
 
 
@@ -79,14 +79,14 @@ ENDS = ("<|im_end|>", "<|endoftext|>")
 
 
 class Tokenizer:
-    """The tokenizer of a model. Threads may share it.
+    """The tokenizer of a model. Thread-safe.
 
     added: ids of the added tokens by text; some of them are `special`. ends: special tokens that end an answer.
     """
 
     def __init__(self, backend: Backend, special_tokens: Mapping[str, str] | None = None,
                  templates: Mapping[str, str] | None = None) -> None:
-        backend.no_truncation()  # settings of training that files keep
+        backend.no_truncation()  # some files keep this setting of the training
         backend.no_padding()
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(templates or {})
@@ -106,7 +106,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path, tokenizer: Path | None = None, config: Path | None = None) -> Tokenizer:
-        """Loads the tokenizer files; ModelError names a missing or corrupt one. Logs a warning if they do not match.
+        """Loads the tokenizer files. Raises ModelError for a missing or corrupt one. Logs a warning if they mismatch.
 
         tokenizer, config: files in place of tokenizer.json and tokenizer_config.json.
         """
@@ -122,11 +122,11 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: TokenizerFiles, source: Path) -> Tokenizer:
-        """Creates a tokenizer from the texts of its files; ModelError names `source` if they are invalid."""
+        """Creates a tokenizer from its files' texts. Raises ModelError that names `source` if they are invalid."""
         with _model_errors(source):
             found = cls(Backend.from_str(files.tokenizer), files.special_tokens, files.templates)
         if len(files.tokenizer) >= _LARGE_FILE:
-            _trim_memory()  # of 230 MiB that 248,000 tokens take, 145 are only for parsing
+            _trim_memory()  # 248,000 tokens take 230 MiB, of which parsing alone takes 145
         return found
 
     @property
@@ -143,11 +143,11 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = True, quoted: bool = False,
                bound: TokenLimit = UNBOUNDED) -> list[int]:
-        """Encodes a text without holding the GIL. RequestError if it is not valid Unicode or beyond the bound.
+        """Encodes a text without holding the GIL. Raises RequestError if it is not valid Unicode or beyond the bound.
 
-        BusyError if it is large and waits too long for other large texts.
+        Raises BusyError if the text is large and waits too long for other large texts.
 
-        add_special: adds the tokenizer's tokens around a raw prompt, such as bos, unless the text has them.
+        add_special: adds the tokenizer's tokens around a raw prompt, such as bos, unless the text already has them.
         parse_special: False makes all control tokens in the text ordinary text.
         quoted: control tokens with a mark are ordinary text (see `deltic.chat.control_tokens`).
         """
@@ -165,18 +165,18 @@ class Tokenizer:
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
-        """The ids before and after a raw prompt, by tokenizer.json's post-processor.
+        """The ids before and after a raw prompt, according to tokenizer.json's post-processor.
 
         As in transformers, tokenizer.json overrides `add_bos_token` in tokenizer_config.json.
         """
         inner = self._ids(_WORD)
         outer = list(self._backend.encode_batch_fast([_WORD], add_special_tokens=True)[0].ids)
         places = [at for at in range(len(outer)) if outer[at:at + len(inner)] == inner]
-        start = places[0] if inner and places else len(outer)  # a vocabulary without the word
+        start = places[0] if inner and places else len(outer)  # else the vocabulary lacks the word
         return outer[:start], outer[start + len(inner):]
 
     def check_length(self, text: str, bound: TokenLimit) -> None:
-        """LongPromptError if the text is certainly beyond the bound. Encodes as few slices as possible."""
+        """Raises LongPromptError if the text is certainly beyond the bound. Encodes as few slices as possible."""
         if len(text) <= 2 * (bound.tokens - bound.spent):
             return
         with self._room_for(len(text)):
@@ -187,7 +187,7 @@ class Tokenizer:
                 bound.check(count, more=True)
 
     def special_in(self, text: str) -> Iterator[tuple[int, int, int]]:
-        """Yields the special tokens in a text: id, start and end."""
+        """Yields the special tokens in a text as id, start and end."""
         return ((self._special_ids[match[0]], *match.span()) for match in self._special_pattern.finditer(text))
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
@@ -197,7 +197,7 @@ class Tokenizer:
         return self.bytes_of(list(ids)).decode("utf-8", "replace")
 
     def bytes_of(self, ids: Sequence[int]) -> bytes:
-        """Returns the exact bytes of tokens, special ones too."""
+        """Returns the exact bytes of tokens, including special tokens."""
         try:
             return b"".join(map(self._bytes.__getitem__, ids))
         except KeyError:
@@ -215,7 +215,7 @@ class Tokenizer:
         return found
 
     def visible_bytes(self, id: int) -> bytes:
-        """As `token_bytes`, but empty for special tokens."""
+        """Returns the same as `token_bytes`, but nothing for special tokens."""
         return b"" if id in self.special else self.token_bytes(id)
 
     def _named_id(self, name: str) -> int | None:
@@ -257,7 +257,7 @@ class Tokenizer:
 
     @cached_property
     def controls(self) -> ControlTokens:
-        """The tokens that client text must not become."""
+        """The control tokens that client text must not be encoded as."""
         splitter = self._backend.pre_tokenizer
 
         def cuts(text: str) -> list[int]:
@@ -289,10 +289,10 @@ def _trim_memory() -> None:
 
 
 def _byte_reader(backend: Backend, added: Mapping[int, str]) -> Callable[[int], bytes]:
-    """Returns the function from ids to bytes for the tokenizer's decoder."""
+    """Returns the function from ids to bytes that corresponds to the tokenizer's decoder."""
     kinds = set(_decoder_kinds(json.loads(backend.decoder.__getstate__()))) if backend.decoder else set()
     if "ByteLevel" not in kinds and kinds & {"ByteFallback", "Metaspace"}:
-        # also for added tokens: normalised ones include the space that the normaliser puts before them
+        # also for added tokens: normalised tokens include the space that the normaliser puts before them
         return lambda id: _byte_fallback(backend.id_to_token(id) or "")
     if "ByteLevel" in kinds:
         return lambda id: added[id].encode() if id in added else _byte_level(backend.id_to_token(id) or "")
@@ -329,7 +329,7 @@ def _byte_fallback(token: str) -> bytes:
 
 
 def _by_difference(backend: Backend, id: int) -> bytes:
-    """Returns the text that a token adds after another one; decoders may treat the first token differently."""
+    """Returns the text that a token adds after another token: decoders may treat the first token differently."""
     if backend.id_to_token(id) is None:
         return b""
     alone, twice = (backend.decode([id] * count, skip_special_tokens=False) for count in (1, 2))
@@ -337,7 +337,7 @@ def _by_difference(backend: Backend, id: int) -> bytes:
 
 
 def byte_letters() -> dict[int, str]:
-    """Returns GPT-2's table: printable bytes are themselves, the others characters from U+0100 on."""
+    """Returns GPT-2's table: printable bytes map to themselves, other bytes to characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
@@ -354,7 +354,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """The tokenizer of a model directory.
+    """The files of a model directory's tokenizer.
 
     tokenizer: the text of tokenizer.json. special_tokens: template variables (`eos_token` ...) and their text.
     templates: chat templates by name. added: further tokens that tokenizer_config.json names.
@@ -368,10 +368,10 @@ class TokenizerFiles:
 
 def read_tokenizer_files(directory: Path, tokenizer: Path | None = None, config_file: Path | None = None
                          ) -> TokenizerFiles:
-    """Reads tokenizer.json, or vocabulary and merges in its place, tokenizer_config.json and chat templates.
+    """Reads tokenizer.json (or vocabulary and merges in its place), tokenizer_config.json and chat templates.
 
-    tokenizer, config_file: files in place of tokenizer.json and tokenizer_config.json. ModelError names a missing or
-    unreadable file.
+    tokenizer, config_file: files in place of tokenizer.json and tokenizer_config.json. Raises ModelError that names a
+    missing or unreadable file.
     """
     path = tokenizer or directory / "tokenizer.json"
     for given in (tokenizer, config_file):
@@ -386,8 +386,8 @@ def read_tokenizer_files(directory: Path, tokenizer: Path | None = None, config_
 
 
 def _tokenizer_json(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """Makes a tokenizer.json from vocab.json and merges.txt of a byte-level BPE; None if a file is missing or the
-    pre-tokenizer is unknown."""
+    """Makes a tokenizer.json from vocab.json and merges.txt of a byte-level BPE. Returns None if a file is missing or
+    the pre-tokenizer is unknown."""
     if not all((directory / name).is_file() for name in (VOCABULARY, MERGES)):
         return None
     splitter = _splitter(_read_json(directory / "config.json"), config)
@@ -416,7 +416,7 @@ def _splitter(model: Mapping[str, Any], config: Mapping[str, Any]) -> Splitter |
 
 
 def _added_tokens(config: Mapping[str, Any], directory: Path) -> list[dict[str, Any]]:
-    """Returns the tokens beside the vocabulary, by ascending id."""
+    """Returns the tokens outside the vocabulary, by ascending id."""
     found: dict[int, dict[str, Any]] = {}
     for content, number in _read_json(directory / "added_tokens.json").items():
         found[number] = {"content": content, "special": True}

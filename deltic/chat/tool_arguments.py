@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 from deltic.chat import json_schema
 from deltic.chat.json_schema import has_type
 
-# A string without line breaks, a word of Python's, a bracket of a tuple, a comma before a closing bracket.
+# Matches a string without line breaks, a Python keyword, a bracket of a tuple, a comma before a closing bracket.
 _PYTHON_TOKEN = re.compile(r"""('(?:[^'\\\r\n]|\\.)*+'|"(?:[^"\\\r\n]|\\.)*+")|\b(True|False|None)\b|([()])"""
                            r"""|(?<=[^\s\[({,]),(?=\s*[\])}])""", re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
@@ -43,7 +43,7 @@ class Schema(dict[str, Any]):
 
 
 def coerce(value: Any, schema: Any, root: Any = None) -> Any:
-    """Converts a value to a type of the schema; a value that fits none of them is returned as it is.
+    """Converts a value to a type of the schema. A value that fits no type is returned unchanged.
 
     Text in JSON's or Python's spelling becomes null, boolean, number, object or array if the schema allows it. Other
     values become JSON text if only strings are allowed. `root` resolves references.
@@ -75,18 +75,18 @@ def typed(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, 
 
 
 def argument_schema(key: str, schema: Mapping[str, Any]) -> Any:
-    """Returns the schema of one parameter; None if there is none."""
+    """Returns the schema of one parameter, or None if there is none."""
     properties = schema.properties if isinstance(schema, Schema) else json_schema.properties_of(schema, schema)
     return properties.get(key, schema.get("additionalProperties"))
 
 
 def types_of(key: str, schema: Mapping[str, Any]) -> set[str]:
-    """Returns the types that a parameter may have; empty if unknown."""
+    """Returns the types that a parameter may have, or an empty set if they are unknown."""
     return _types(argument_schema(key, schema), schema)
 
 
 def stays_text(key: str, schema: Mapping[str, Any]) -> bool:
-    """True if `coerce` never changes text for this parameter."""
+    """Returns True if `coerce` never changes text for this parameter."""
     return types_of(key, schema).isdisjoint(_CONVERTED)
 
 
@@ -95,7 +95,7 @@ def _types(schema: Any, root: Any) -> set[str]:
 
 
 def loads(text: str) -> Any:
-    """Reads JSON, or JSON values in Python's spelling; ValueError for other text, and for too long or deep values."""
+    """Reads JSON, or JSON values in Python's spelling. Raises ValueError for other, too long or too deep values."""
     try:
         return read_json(text)
     except ValueError:
@@ -119,23 +119,23 @@ def _unescape(found: re.Match[str]) -> str:
     code = next((int(code, 16) for code in codes if code), int(octal, 8) if octal else None)
     if code is not None:
         return chr(code)
-    if other in "NxuU\r":  # character names, and codes that are cut short
+    if other in "NxuU\r":  # character names, and escapes that are cut short
         raise ValueError(f"unknown escape {found[0]}")
     return _ESCAPED.get(other, found[0])
 
 
 def read_json(text: str) -> Any:
-    """Reads JSON; ValueError as `loads`."""
+    """Reads JSON. Raises ValueError as `loads` does."""
     if len(text) > MAX_JSON_CHARS:
         raise ValueError(f"longer than {MAX_JSON_CHARS} characters")
     value = _read_json(text)
-    if json_schema.nested_deeper(value, _MAX_DEPTH):  # it could not be written and copied
+    if json_schema.nested_deeper(value, _MAX_DEPTH):  # a deeper value could not be written and copied
         raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
     return value
 
 
 def dumps(value: Any) -> str:
-    """Writes JSON that is valid UTF-8: lone surrogates become the replacement character."""
+    """Returns JSON that is valid UTF-8: lone surrogates become the replacement character."""
     text = json.dumps(value, ensure_ascii=False)
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
@@ -167,7 +167,7 @@ def _number(text: str) -> int | float | None:
 
 
 class CallDelta(NamedTuple):
-    """A piece of a call: its name, or more of its arguments; `written` as in ToolDelta."""
+    """A piece of a call: its name, or more of its arguments. `written` is as in ToolDelta."""
 
     name: str | None
     arguments: str = ""
@@ -177,8 +177,8 @@ class CallDelta(NamedTuple):
 class ToolArguments:
     """Writes the calls of one block to `out`, and text between them to `outside`.
 
-    streams: strings are emitted as they come, if the schema cannot change their type. decodes: text is read as JSON if
-    it is valid. drops_empty: ignores calls without arguments. typed: a value of an allowed type is not converted.
+    streams: strings are emitted as they arrive, if the schema cannot change their type. decodes: text is read as JSON
+    if it is valid. drops_empty: ignores calls without arguments. typed: a value of an allowed type is not converted.
     """
 
     def __init__(self, schemas: Mapping[str, Schema], *, streams: bool, decodes: bool,
@@ -191,10 +191,10 @@ class ToolArguments:
         self._decodes = decodes
         self._drops_empty = drops_empty
         self._schema = Schema({})
-        self._keys: set[str] | None = None  # of the open call
+        self._keys: set[str] | None = None  # keys of the open call
         # the open value
         self._key: str | None = None
-        self.live = False  # its text is emitted as it comes
+        self.live = False  # the value's text is emitted as it arrives
         self._begun = False
         self._repeated = False  # the call had a value with this key before
         self._text: list[str] = []
@@ -207,7 +207,7 @@ class ToolArguments:
         return name in self._schemas
 
     def takes(self, key: str) -> bool:
-        """True if the call has no value with this key yet, and its schema, if it has properties, has this one."""
+        """Returns True if the call has no value for this key yet and the schema has the key, or has no properties."""
         names = self._schema.properties
         return key != self._key and key not in (self._keys or ()) and (not names or key in names)
 
@@ -216,7 +216,7 @@ class ToolArguments:
         self.out.append(CallDelta(name))
 
     def key(self, key: str) -> None:
-        """Begins a value. A second one with the same key is not part of the call."""
+        """Begins a value. A second value with the same key is not part of the call."""
         assert self._keys is not None
         self._key, self._begun, self._text, self._repeated = key, False, [], key in self._keys
         self.live = self._streams and not self._repeated and stays_text(key, self._schema)
@@ -232,7 +232,7 @@ class ToolArguments:
         self._key = None
 
     def end_text(self) -> None:
-        """Ends a value of text, if one is open."""
+        """Ends a text value if one is open."""
         if self._key is None:
             return
         if self.live:
@@ -242,7 +242,7 @@ class ToolArguments:
             self.value("".join(self._text))
 
     def value(self, written: Any) -> None:
-        """Sets the whole value; text may spell a value of another type."""
+        """Sets the whole value. Text may spell a value of another type."""
         key, self._key = self._key, None
         if key is None:
             return
@@ -293,7 +293,7 @@ class ToolArguments:
 
 
 def _decoded(text: str, wants_text: bool) -> Any:
-    """Decodes JSON text; returns other text as it is, and also JSON of other types if only strings are allowed."""
+    """Decodes JSON text. Returns other text unchanged, and also JSON of other types if only strings are allowed."""
     try:
         value = read_json(text)
     except ValueError:

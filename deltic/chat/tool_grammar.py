@@ -22,7 +22,7 @@ _NEVER_ALONE = frozenset(("anyOf", "oneOf", "allOf", "not", "if", "patternProper
                           "unevaluatedProperties", "$dynamicRef", "$recursiveRef"))
 """Keywords of an object schema that do not apply to single properties."""
 _NO_TEXT_RULE = frozenset(("not", "if", "$dynamicRef", "$recursiveRef"))
-"""Keywords about strings without an expression."""
+"""Keywords for strings that have no equivalent expression."""
 _OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _DAYS = {"28": "(0[1-9]|1[0-9]|2[0-8])", "30": "(0[1-9]|[12][0-9]|30)", "31": "(0[1-9]|[12][0-9]|3[01])"}
 _DATE = (f"([1-9][0-9]{{3}}-(02-{_DAYS['28']}|(0[469]|11)-{_DAYS['30']}|(0[13578]|1[02])-{_DAYS['31']})"
@@ -38,16 +38,16 @@ FORMATS: Mapping[str, str] = {
     "hostname": rf"{_LABEL}(\.{_LABEL}){{0,3}}",
     "email": rf"[a-zA-Z0-9_+-]+(\.[a-zA-Z0-9_+-]+)*@{_LABEL}(\.{_LABEL}){{1,3}}",
     "uri": "[a-zA-Z][a-zA-Z0-9+.-]*:[a-zA-Z0-9./?#@!$&()*+,;=_~-]+"}
-"""Formats that llguidance enforces in JSON. The expressions match some or all of their texts."""
+"""String formats that llguidance enforces in JSON. The expressions match some or all texts of each format."""
 _SPACE = (r"[ \t\r\n\f\v\x{1c}-\x{1f}\x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}]*")
 _READ: Mapping[str, str] = {
     "null": "(null|None)", "boolean": "([Tt]rue|[Ff]alse)", "integer": "-?[0-9](?s:.*)", "number": "-?[0-9](?s:.*)",
     "object": r"\{(?s:.*)", "array": r"\[(?s:.*)", "string": '"(?s:.*)'}
-"""Expressions of the texts that the reader takes for values of other types."""
+"""Expressions of the texts that the reader takes for values of types other than string."""
 
 
 def object_of(schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Resolves the schema of an object; None if its properties cannot be checked one by one."""
+    """Resolves the schema of an object. Returns None if its properties cannot be checked one by one."""
     part: Any = schema
     for _ in range(_MAX_STEPS):
         if not isinstance(part, Mapping) or part.keys() & _NEVER_ALONE:
@@ -66,7 +66,7 @@ def object_of(schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def read_otherwise(types: Set[str], decodes: bool) -> list[str]:
-    """Returns expressions of the texts that are not read as strings if these types are allowed. decodes: the form
+    """Returns expressions for the texts that are not read as strings if these types are allowed. decodes: the form
     reads values as JSON."""
     kinds = set(types) - {"string"}
     if decodes and types:
@@ -75,22 +75,22 @@ def read_otherwise(types: Set[str], decodes: bool) -> list[str]:
 
 
 class TextSchemas:
-    """Expressions of the strings that parts of a schema allow.
+    """Converts parts of a schema to expressions for the strings that they allow.
 
-    ignored: gets the keywords without an expression; None: they leave the schema without an expression.
+    ignored: gets the keywords without an expression; None: such a keyword leaves the schema without an expression.
     """
 
     def __init__(self, root: Mapping[str, Any], ignored: set[str] | None) -> None:
         self._root, self._ignored = root, ignored
 
     def _lacks(self, names: Iterable[str]) -> bool:
-        """True if these keywords without an expression must not be ignored."""
+        """Returns True if one of these keywords has no expression and must not be ignored."""
         if self._ignored is not None:
             self._ignored.update(names)
         return self._ignored is None
 
     def of(self, part: Any, steps: int = 0) -> str | None:
-        """Returns an expression, ALL or NOTHING; None if there is none."""
+        """Returns an expression, ALL or NOTHING, or None if there is no expression."""
         if not isinstance(part, Mapping):
             return NOTHING if part is False else ALL
         declared = part.get("type", "string")
@@ -120,7 +120,7 @@ class TextSchemas:
         return ALL if ALL in allowed else " | ".join(f"({text})" for text in allowed)
 
     def _own(self, part: Mapping[str, Any]) -> str | None:
-        """Returns the expression of the keywords for strings."""
+        """Returns the expression for the string keywords of a schema."""
         found: list[str] = []
         for values in ([part["const"]] if "const" in part else None, part.get("enum")):
             if isinstance(values, list):
@@ -142,15 +142,15 @@ class TextSchemas:
 
 
 def _searched(pattern: str) -> str:
-    """Returns the expression of texts that contain a match of the pattern."""
+    """Returns the expression for texts that contain a match of the pattern."""
     begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith(r"\$")
     inner = pattern[begins:len(pattern) - ends]
     return ("" if begins else ANY) + f"({inner})" + ("" if ends else ANY)
 
 
 def without(tag: str) -> str:
-    """Returns a pattern of texts without this tag, which begins with `<`. Uses no negation: combined with a length
-    limit it would cost llguidance thousands of states for each token."""
+    """Returns a pattern for texts without this tag, which begins with `<`. It uses no negation: combined with a length
+    limit, a negation would cost llguidance thousands of states for each token."""
     rest = ""
     for sign in map(re.escape, reversed(tag[1:])):
         rest = f"[^<{sign}]|{sign}({rest})" if rest else f"[^<{sign}]"
@@ -166,7 +166,7 @@ _UNSATISFIABLE = "Unsatisfiable"
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """The tools that an answer may call: `names`, or all if empty. needed: it must call one. parallel: it may call
+    """The tools that an answer may call: `names`, or all if empty. needed: it must call a tool. parallel: it may call
     several."""
 
     names: tuple[str, ...] = ()
@@ -175,7 +175,7 @@ class ToolChoice:
 
     @classmethod
     def read(cls, value: Any, parallel: bool = True) -> ToolChoice:
-        """Reads OpenAI's `tool_choice`; `none` is handled by showing no tools. RequestError names a wrong field."""
+        """Reads OpenAI's `tool_choice`. For `none`, no tools are shown. Raises RequestError for a wrong field."""
         if value in (None, "auto", "none", "required"):
             return cls((), value == "required", parallel)
         kind = value.get("type") if isinstance(value, Mapping) else None
@@ -192,7 +192,7 @@ class ToolChoice:
                            "tool_choice")
 
     def functions(self, tools: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-        """Returns the callable functions by their index among the tools; RequestError if one is missing."""
+        """Returns the callable functions by their index among the tools. Raises RequestError if one is missing."""
         found = {place: tool.get("function", tool) for place, tool in enumerate(tools)}
         if not found and (self.needed or self.names):
             raise RequestError("tool_choice asks for a call, and there are no tools: give some", "tool_choice")
@@ -205,8 +205,8 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What an answer may be. output: the format of an answer without calls; None: any text. begun: token ids that it
-    begins with, as part of the prompt and of the text; an end token behind them ends it there."""
+    """The allowed forms of an answer. output: the format of an answer without calls; None: any text. begun: token ids
+    with which the answer begins, as part of the prompt and of the text; an end token after them ends it there."""
 
     calls: ToolChoice = ToolChoice()
     output: OutputFormat | None = None
@@ -229,7 +229,7 @@ def _name(value: Any, field: str) -> str:
 class CallAnswers:
     """Answers with calls.
 
-    functions: the callable ones, by their index among the tools.
+    functions: the callable functions, by their index among the tools.
     needed: the answer must be a call; else it may also be text, or have the format `other`.
     parallel: several calls are allowed.
     """
@@ -242,7 +242,7 @@ class CallAnswers:
 
 
 def call_parts(calls: CallAnswers, tags: Mapping[str, str], schemas: Schemas) -> list[Part]:
-    """Returns the grammar of such answers. tags: the names in a grammar of tags that are tokens."""
+    """Returns the grammar of answers with calls. tags: the names in a grammar of tags that are tokens."""
     rules = _Rules(calls.form, tags, schemas)
     functions = [rules.function(index, function) for index, function in calls.functions.items()]
     call = rules.add("call", " | ".join(functions))
@@ -260,8 +260,8 @@ def call_parts(calls: CallAnswers, tags: Mapping[str, str], schemas: Schemas) ->
 class _Rest:
     """The rule for the text after a parameter, up to the function's end.
 
-    begun: the rule after the beginning of a parameter tag, "" if no parameter may follow. ends: the function may end
-    at once.
+    begun: the rule after the beginning of a parameter tag; "" if no parameter may follow. ends: the function may end at
+    once.
     """
 
     rule: str
@@ -287,7 +287,7 @@ class _Rules:
         return name.partition("[")[0]
 
     def add_text(self, call: str, parallel: bool) -> None:
-        """Adds the rule of text with an optional block of calls at its end."""
+        """Adds the rule for text with an optional block of calls at its end."""
         tag = self._form.block[0]
         if tag in self._marks:
             self.add("start", f"TEXT ({self.block(call, parallel)})?")
@@ -299,7 +299,7 @@ class _Rules:
         self.add("TEXT", f"/{ANY}/ & ~{slashed(ANY + opening + ANY)}")
 
     def block(self, call: str, parallel: bool, begun: bool = False) -> str:
-        """Adds the rule of the blocks of calls. begun: after the first tag."""
+        """Adds the rule for the blocks of calls. begun: the rule starts after the first tag."""
         form = self._form
         opening, closing = self._marked(form.opening), self._marked(form.closing)
         first = self._marked(form.opening.removeprefix(form.block[0])) if begun else opening
@@ -311,12 +311,12 @@ class _Rules:
         return self.add("calls", f"{first} {call} {closing}{more}")
 
     def function(self, index: int, function: Mapping[str, Any]) -> str:
-        """Adds the rule of a function. Its arguments are a JSON object if the form says so, or if the schema cannot be
-        enforced on single parameters."""
+        """Adds the rule for a function. Its arguments are a JSON object if the form requires it, or if the schema
+        cannot be enforced on single parameters."""
         given, strict = function.get("parameters"), bool(function.get("strict"))
         field = f"tools[{index}].function.parameters"
         schema = self._schemas.fit(JsonSchema(given if isinstance(given, Mapping) else {}, strict, field))
-        self._schemas.part(schema, strict, field)  # refuses the same schemas as response_format
+        self._schemas.part(schema, strict, field)  # raises for the same schemas as response_format
         parameters = None
         if self._form.parameter:
             parameters = self._parameters(f"f{index}", schema, strict, field)
@@ -332,7 +332,7 @@ class _Rules:
                                      f"{quoted(JSON.function_end)}")
 
     def _parameters(self, name: str, schema: Mapping[str, Any], strict: bool, field: str) -> str | None:
-        """Returns the rule of the parameters and the end; None if single parameters cannot keep the schema."""
+        """Returns the rule for the parameters and the end, or None if single parameters cannot enforce the schema."""
         root = object_of(schema)
         if root is None:
             return None
@@ -347,7 +347,7 @@ class _Rules:
         return rest.rule
 
     def _parameter(self, name: str, key: str, value: str, rest: _Rest, required: bool) -> _Rest:
-        """Adds a parameter, which may be omitted unless required, before the rest."""
+        """Adds a parameter before the rest. The parameter may be omitted unless it is required."""
         assert self._form.parameter
         before, after = self._form.parameter
         self.add(name, value)
@@ -358,7 +358,7 @@ class _Rules:
 
     def _value(self, name: str, part: Any, root: Mapping[str, Any], strict: bool, field: str, rest: _Rest
                ) -> str | None:
-        """Returns the rule of a value, its end and the rest of the function: strings as plain text, others as JSON.
+        """Returns the rule for a value, its end and the function's rest: strings as plain text, others as JSON.
 
         "" if no value is allowed; None if there is no such rule.
         """
@@ -377,10 +377,10 @@ class _Rules:
         return " | ".join(found)
 
     def _text(self, name: str, texts: str, types: Set[str], rest: _Rest) -> str:
-        """Returns the rule of a string that the reader takes for a string, its end and the rest of the function.
+        """Returns the rule for a string that the reader takes for a string, its end and the rest of the function.
 
-        An unrestricted string may contain end tags: as in the reader, only one before a parameter or the function's end
-        ends it. A string with an expression contains none.
+        An unrestricted string may contain end tags. As in the reader, only an end tag before a parameter or the
+        function's end ends it. A string with an expression contains no end tags.
         """
         end, barred = self._form.parameter_end, read_otherwise(types, self._form.decodes)
         if texts == ALL and not barred:
@@ -390,7 +390,7 @@ class _Rules:
         return f"{self.add(f'{name}t[lazy]', f'{name.upper()}T {slashed(escaped(end))}')} {rest.rule}"
 
     def _any_text(self, name: str, rest: _Rest) -> str:
-        """Returns the rule of an unrestricted string: the first allowed end ends it, the other may not occur in it."""
+        """Returns the rule for an unrestricted string. The first allowed end ends it, the other may not occur."""
         last, more = map(escaped, self._form.value_ends)
         if rest.ends and rest.begun:
             ending = self.add(f"{name}l[lazy]", slashed(ANY + last)), self.add(f"{name}m[lazy]", slashed(ANY + more))

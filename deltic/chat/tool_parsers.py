@@ -28,7 +28,7 @@ from deltic.chat.tool_arguments import CallDelta, Schema, ToolArguments
 from deltic.chat.tools import SPACES, CallForm, clean_name, skip_spaces
 
 State = Callable[["CallReader", str, int], int]
-"""Reads on from a position in the text; returns the new position."""
+"""Function that reads on from a position in the text and returns the new position."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _PossibleEnd:
     """A possible end of a value.
 
     before: the reader before it. since: the text since. emitted: the number of deltas before it. by_parameter: a
-    parameter tag is there, which is quoted only if the value has an end tag of its own later.
+    parameter tag is at this end; the tag is quoted only if the value has an end tag of its own later.
     """
 
     before: CallReader
@@ -48,8 +48,8 @@ class _PossibleEnd:
 class CallReader:
     """Reads one block of calls.
 
-    opening: the tag that began the block; or the beginning of a function without a block, which `feed` gets as well.
-    retries: how often text may be read again. exact: a grammar wrote the calls.
+    opening: the tag that began the block, or the beginning of a function without a block, which `feed` gets as well.
+    retries: number of times that text may be read again. exact: a grammar enforced the form of the calls.
     """
 
     def __init__(self, form: CallForm, schemas: Mapping[str, Schema], opening: str, retries: int,
@@ -62,26 +62,26 @@ class CallReader:
         self.arguments = ToolArguments(schemas, streams=form.streams, decodes=form.decodes,
                                    drops_empty=form.drops_empty and not exact)
         self.confirmed = False  # the block has a call
-        self.failed = ""  # the text of a block without a call
+        self.failed = ""  # the text of a block that turned out to have no call
         self.state: State = bare_call if self.bare else block_begins
-        self._all_text = [] if self.bare else [opening]  # until a call is confirmed
+        self._all_text = [] if self.bare else [opening]  # all text until a call is confirmed
         self._held, self._rest = "", None  # type: str, str | None
         self._reread: str | None = None
         self._possible_end: _PossibleEnd | None = None
-        self.next_tag_ends = False  # after backtracking: the next tag ends the value
+        self.next_tag_ends = False  # set after backtracking: the next tag ends the value
         # the open value
-        self.depth = 0  # functions that it quotes and that are open
-        self.quoted = 0  # parameters that it quotes and that are open
+        self.depth = 0  # open functions that the value quotes
+        self.quoted = 0  # open parameters that the value quotes
         self.begun = False
         self.line_begins = True  # the next character is the first of a line
-        self.newline = ""  # a line break that may be its last
-        self.ending = ""  # the kind of the tag that may end it
-        self.in_lines = True  # it stands in lines of its own
+        self.newline = ""  # a line break that may be the last of the value
+        self.ending = ""  # the kind of the tag that may end the value
+        self.in_lines = True  # the value stands in lines of its own
         self.pieces: list[str] = []
         self.json = json_tool_calls.JsonScan()
 
     def feed(self, text: str) -> str | None:
-        """Takes more text. Returns the text after the block once that is over, else None."""
+        """Takes more text. Returns the text after the block once the block is over, else None."""
         if self._possible_end:
             self._possible_end.since.append(text)
         if not self.confirmed:
@@ -100,7 +100,7 @@ class CallReader:
         return self._rest
 
     def finish(self, cut: bool = False) -> str:
-        """Ends the text: the block ends here or at a possible end. Returns the text after it.
+        """Ends the text: the block ends here or at a possible end. Returns the text after the block.
 
         cut: the model did not end its answer, so an open call stays open.
         """
@@ -117,7 +117,7 @@ class CallReader:
         return self._rest
 
     def _finish_held(self, held: str, closes: bool) -> str:
-        """Handles held text at the end of all text; returns the part outside of calls."""
+        """Handles held text at the end of all text. Returns the part outside of calls."""
         if self.state is in_value and not closes:
             self.value(held)
         if self.state in (after_call, after_bare, json_tool_calls.after_object):
@@ -146,12 +146,12 @@ class CallReader:
     # Used by the states
 
     def tag_at(self, text: str, at: int) -> tuple[re.Match[str] | None, bool]:
-        """Returns the tag at this position, and True if more text may complete one."""
+        """Returns the tag at this position, and True if more text may complete a tag."""
         tag = self.tags.pattern.match(text, at)
         return tag, tag is None and text[at] == "<" and self.tags.begins(text, at)
 
     def past_spaces(self, text: str, at: int) -> tuple[int, re.Match[str] | None, bool]:
-        """Skips spaces after a possible end, keeping them; returns the position, its tag, and True to wait for text."""
+        """Skips spaces after a possible end, keeping them. Returns the position, its tag, and True to wait for text."""
         start = skip_spaces(text, at)
         self.pieces.append(text[at:start])
         if start == len(text):
@@ -159,7 +159,7 @@ class CallReader:
         return start, *self.tag_at(text, start)
 
     def next_tag(self, text: str, at: int) -> tuple[re.Match[str] | None, int]:
-        """Returns the next tag and its position; else None and the position up to which there is none."""
+        """Returns the next tag and its position, or None and the position up to which there is no tag."""
         tag = self.tags.pattern.search(text, at)
         return (tag, tag.start()) if tag else (None, self.open_tag(text, at))
 
@@ -178,7 +178,7 @@ class CallReader:
         self.confirmed, self._all_text = True, []
 
     def end_value(self) -> None:
-        """Ends the value. Line breaks around a value in lines of its own are not part of it."""
+        """Ends the value. Line breaks around a value in lines of its own are not part of the value."""
         if self.newline and not self.in_lines:
             self.arguments.text(self.newline)
         self.arguments.end_text()
@@ -200,15 +200,15 @@ class CallReader:
 
     @property
     def lacks_an_end(self) -> bool:
-        """True if an end here leaves the value without an end tag, while the possible end does not."""
+        """Returns True if an end here leaves the value without an end tag, while the possible end does not."""
         return self._possible_end is not None and self._possible_end.by_parameter
 
     def may_follow(self, tag: re.Match[str]) -> bool:
-        """True if this tag may follow a value: no parameter, or one that the tool has and the call lacks."""
+        """Returns True if this tag may follow a value: no parameter, or one that the tool has and the call lacks."""
         return tag.lastgroup != "parameter" or self.arguments.takes(clean_name(tag["key"]))
 
     def backtrack(self) -> bool:
-        """Returns to the possible end, which was the end; False if there is none."""
+        """Returns to the possible end, which thus was the end. Returns False if there is none."""
         if self._possible_end is None:
             return False
         possible, retries = self._possible_end, self.retries - 1
@@ -237,7 +237,7 @@ class CallReader:
         return at
 
     def _with_outside_text(self, rest: str) -> str:
-        """Puts text of the block outside of calls before the text after it."""
+        """Puts the block's text outside of calls before the text after the block."""
         aside = "".join(self.arguments.outside).strip(SPACES)
         return f"{aside}\n{rest}" if aside else rest
 
@@ -262,7 +262,7 @@ _AFTER = {"parameter_end": {"parameter", "function_end", "function", "opening", 
 
 
 def block_begins(reader: CallReader, text: str, at: int) -> int:
-    """After the start tag of a block."""
+    """Handles text after the start tag of a block."""
     start = skip_spaces(text, at)
     if start < len(text):
         as_json = text[start] == "{"
@@ -272,7 +272,7 @@ def block_begins(reader: CallReader, text: str, at: int) -> int:
 
 
 def bare_call(reader: CallReader, text: str, at: int) -> int:
-    """A function without a block."""
+    """Handles text in a function without a block."""
     tag, is_open = reader.tag_at(text, at)
     if tag is None or not reader.arguments.knows(clean_name(tag["name"])):
         return at if is_open else reader.reject(text, len(reader.tags.function))
@@ -282,7 +282,7 @@ def bare_call(reader: CallReader, text: str, at: int) -> int:
 
 
 def after_bare(reader: CallReader, text: str, at: int) -> int:
-    """After a function without a block. Models may write the end tag of a block without its start tag."""
+    """Handles text after a function without a block. Models may write the end tag of a block without its start tag."""
     start = skip_spaces(text, at)
     tag, is_open = reader.tag_at(text, start) if start < len(text) else (None, True)
     if is_open:
@@ -291,7 +291,7 @@ def after_bare(reader: CallReader, text: str, at: int) -> int:
 
 
 def before_function(reader: CallReader, text: str, at: int) -> int:
-    """In a block, before the first function."""
+    """Handles text in a block, before the first function."""
     tag, start = reader.next_tag(text, at)
     reader.arguments.outside.append(text[at:start])
     if tag is None:
@@ -305,7 +305,7 @@ def before_function(reader: CallReader, text: str, at: int) -> int:
 
 
 def in_function(reader: CallReader, text: str, at: int) -> int:
-    """Between the parameters of a function."""
+    """Handles text between the parameters of a function."""
     tag, start = reader.next_tag(text, at)
     if not reader.confirmed and (reader.bare or not reader.form.streams) and text[at:start].strip(SPACES):
         return reader.reject(text, skip_spaces(text, at))
@@ -338,7 +338,7 @@ def next_part(reader: CallReader, text: str, tag: re.Match[str]) -> int:
 
 
 def in_exact_value(reader: CallReader, text: str, at: int) -> int:
-    """In a value under a grammar: the first end tag after which the call goes on ends it."""
+    """Handles text in a value under a grammar. The first end tag after which the call can continue ends the value."""
     form = reader.form
     assert form.parameter
     if not reader.begun:
@@ -358,7 +358,7 @@ def in_exact_value(reader: CallReader, text: str, at: int) -> int:
 
 
 def in_value(reader: CallReader, text: str, at: int) -> int:
-    """In a value, up to a tag that may end it."""
+    """Handles text in a value, up to a tag that may end it."""
     tag, start = reader.next_tag(text, at)
     reader.value(text[at:start])
     if tag is None:
@@ -383,7 +383,7 @@ def in_value(reader: CallReader, text: str, at: int) -> int:
 
 
 def after_value(reader: CallReader, text: str, at: int) -> int:
-    """After a tag that ends the value if a suitable tag follows."""
+    """Handles text after a tag that ends the value if a suitable tag follows."""
     start, tag, waits = reader.past_spaces(text, at)
     if waits:
         return start
@@ -417,7 +417,7 @@ def _value_ended(reader: CallReader, text: str, start: int, tag: re.Match[str]) 
 
 
 def after_call(reader: CallReader, text: str, at: int) -> int:
-    """Between the calls of a block, or after the last."""
+    """Handles text between the calls of a block, or after the last call."""
     start = skip_spaces(text, at)
     if start == len(text):
         return start

@@ -37,14 +37,14 @@ class CallForm:
     opening, closing: around a block of calls.
     function: before and after a name. function_end: after the arguments.
     parameter: before and after a key; None if the arguments are one JSON object. parameter_end: after a value.
-    between: between calls. one_block: all calls are in one block, else each has its own.
+    between: between calls. one_block: all calls are in one block, else each call has its own.
 
     For the reader:
 
-    streams: arguments are emitted as they come, else at the end of the block.
-    anywhere: a function without a block is a call also inside a line, in code and in reasoning.
+    streams: arguments are emitted as they arrive, else at the end of the block.
+    anywhere: a function without a block is a call even inside a line, in code and in reasoning.
     drops_empty: a function without parameters is not a call.
-    decodes: values are read as JSON if they are valid.
+    decodes: values are read as JSON if they are valid JSON.
     """
 
     opening: str
@@ -73,17 +73,17 @@ class CallForm:
 
     @cached_property
     def openings(self) -> tuple[str, ...]:
-        """Texts that may begin a call."""
+        """Texts with which a call may begin."""
         return self.block[0], self.tags.function
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that may be tokens of their own."""
+        """Texts that may be single tokens of a vocabulary."""
         return *self.openings, self.block[1]
 
     @cached_property
     def tags(self) -> Tags:
-        """The tags that the reader looks for."""
+        """The tags that the reader searches for."""
         form = QWEN if self.parameter is None else self
         assert form.parameter
         return Tags(self.block, form.function[0].strip(_QUOTES), form.function_end.strip(),
@@ -92,7 +92,7 @@ class CallForm:
 
 @dataclass(frozen=True)
 class Tags:
-    """The tags of a form; a name and `>` follow after `function` and `parameter`."""
+    """The tags of a form. A name and `>` follow after `function` and `parameter`."""
 
     block: tuple[str, str]
     function: str
@@ -102,7 +102,7 @@ class Tags:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Matches a tag: `lastgroup` is its kind, `name` or `key` its name."""
+        """Pattern that matches a tag. `lastgroup` is its kind; the group `name` or `key` is its name."""
         opening, closing = map(re.escape, self.block)
         name, key = (rf"(?=[^<>\n]*?[^<>\s])(?P<{group}>[^<>\n]{{1,{LONGEST_NAME}}})>" for group in ("name", "key"))
         return re.compile(rf"(?P<opening>{opening})|(?P<closing>{closing})"
@@ -113,11 +113,11 @@ class Tags:
 
     @cached_property
     def marks(self) -> re.Pattern[str]:
-        """Matches JSON's brackets, commas, quotes and escapes, and the tags of a block."""
+        """Pattern that matches JSON's brackets, commas, quotes and escapes, and the tags of a block."""
         return re.compile(r"\\.|[][\"'{},]|" + "|".join(map(re.escape, self.block)), re.DOTALL)
 
     def begins(self, text: str, at: int) -> bool:
-        """True if more text may complete a tag at this position."""
+        """Returns True if more text may complete a tag at this position."""
         tail = text[at:at + _LONGEST_TAG]
         if len(tail) == _LONGEST_TAG or ">" in tail or "\n" in tail or "<" in tail[1:]:
             return False
@@ -134,20 +134,20 @@ MINIMAX = CallForm("<minimax:tool_call>\n", "</minimax:tool_call>", ('<invoke na
                    anywhere=True, drops_empty=True, decodes=True)
 
 PARSERS: Mapping[str, CallForm | None] = {"auto": None, "qwen": QWEN, "json": JSON, "minimax": MINIMAX}
-"""Forms by their names on the command line; auto: the form of the chat template."""
+"""Call forms by their names on the command line. auto: the form that the chat template uses."""
 
 _SIGNS = (("<minimax:tool_call>", MINIMAX), ("<invoke", MINIMAX), ("<function=", QWEN), ('arguments": ', JSON),
           ('arguments\\": ', JSON))
 
 
 def call_form(parser: str, template: str) -> CallForm:
-    """Returns the form of calls for a parser of PARSERS and the source of a chat template. The default is Qwen's, whose
-    reader also reads JSON."""
+    """Returns the call form for a parser name of PARSERS and the source of a chat template. The default is Qwen's form,
+    whose reader also reads JSON."""
     return PARSERS[parser] or next((form for sign, form in _SIGNS if sign in template), QWEN)
 
 
 def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Schema]:
-    """Returns the parameter schema of each tool by name; an empty one for a tool without parameters."""
+    """Returns the parameter schema of each tool by name. A tool without parameters has an empty schema."""
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
     return {function["name"]: Schema(given if isinstance(given := function.get("parameters"), Mapping) else {})
             for function in functions if isinstance(function, Mapping) and isinstance(function.get("name"), str)}

@@ -1,6 +1,6 @@
 """The command line. A command NAME is a pair of functions, `add_NAME(parser)` and `run_NAME(args)`.
 
-Only the module of the requested command is imported, and torch only after its arguments were checked.
+Only the module of the requested command is imported, and torch only after the command's arguments were checked.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COMMANDS = {
 }
 _MODULES = {"rerank": "embed", "export": "convert", "compile": "convert", "mtp": "convert", "ps": "connect",
             "pull": "cache", "ls": "cache", "rm": "cache", "completion": "docs"}
-"""The module of each command that does not have one of its own name."""
+"""The module of each command that has no module of its own name."""
 _INTERRUPTED, _TERMINATED, _BROKEN_PIPE = 130, 143, 141
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _EPILOG = f"""exit codes:
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DelticError, OSError) as error:
         message = str(error)
         if isinstance(error, OSError) and error.filename is None and error.errno in _DISK_ERRORS:
-            message = f"standard output cannot be written: {error.strerror}"  # errors of other files have their name
+            message = f"standard output cannot be written: {error.strerror}"  # errors of other files name their file
         with suppress(OSError):
             print(f"deltic: error: {clipped(as_typed(message))}", file=sys.stderr)
         try:
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def top_parser() -> Parser:
-    """The parser of the arguments before the command's own."""
+    """Returns the parser of the arguments before the command's own."""
     commands = "\n".join(f"  {name:<11}{text}" for name, text in COMMANDS.items())
     parser = Parser("deltic", description="Inference for models that mix recurrent and attention layers.",
                     epilog=f"commands:\n{commands}\n\n`deltic COMMAND --help` explains a command. list is an alias of "
@@ -110,7 +110,7 @@ def top_parser() -> Parser:
 
 
 def command_parser(name: str) -> Parser:
-    """The parser of one command's arguments."""
+    """Returns the parser of one command's arguments."""
     parser = Parser(f"deltic {name}", add_help=False)
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument("-v", "--verbose", action="store_true", help="log details to stderr")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from deltic.llm import LLM
 
 _URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-_QUEUED = 2  # requests in flight for each that can run, so that the batch stays full
+_QUEUED = 2  # requests in flight per request that can run, so that the batch stays full
 
 Json = dict[str, Any]
 
@@ -52,7 +52,7 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
 
 
 def run_batch(args: argparse.Namespace) -> int:
-    """Checks both files before it loads the model. Returns 1 if a request was answered with an error."""
+    """Answers a file of requests. Checks both files before it loads the model. Returns 1 if an answer is an error."""
     check_source(args)
     options.engine_options(args)
     lines = _checked(args.source)
@@ -72,7 +72,7 @@ def _answer_all(llm: LLM, args: argparse.Namespace, results: Results, missing: s
     wanted = (line for _, line in _lines(args.source) if _key(line["custom_id"]) in missing)
     try:
         _run_until_signal(batch.answer(wanted, _QUEUED * llm.runtime.memory.max_batch))
-    except BaseExceptionGroup as group:  # one task's failure ends all
+    except BaseExceptionGroup as group:  # the failure of one task ends all tasks
         raise group.exceptions[0] from None
     finally:
         batch.bar.close()
@@ -84,7 +84,7 @@ def _answer_all(llm: LLM, args: argparse.Namespace, results: Results, missing: s
 
 
 def _run_until_signal(work: Coroutine[Any, Any, None]) -> None:
-    """Like asyncio.run, but SIGINT and SIGTERM cancel the work, and are raised after it has ended."""
+    """Runs `work` like asyncio.run, but SIGINT and SIGTERM cancel the work, and are raised after it has ended."""
     received: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     handlers = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
@@ -115,7 +115,7 @@ def _run_until_signal(work: Coroutine[Any, Any, None]) -> None:
 
 @dataclass(slots=True)
 class _Batch:
-    """Sends requests through the server's application, without HTTP."""
+    """Sends requests to the server's application in this process, without HTTP connections."""
 
     app: Any
     results: Results
@@ -152,7 +152,7 @@ class _Batch:
 
 
 async def _send(client: AsyncClient, line: Json) -> Response:
-    """Sends a request, again while the server is full."""
+    """Sends a request, and repeats it while the server is full."""
     body, headers = json.dumps(line["body"]), {"content-type": "application/json"}
     while True:
         answer = await client.post(line["url"], content=body, headers=headers)
@@ -164,7 +164,7 @@ async def _send(client: AsyncClient, line: Json) -> Response:
 
 
 def _problem(line: Json) -> str | None:
-    """Why a line cannot be sent to the server."""
+    """Returns the reason why a line cannot be sent to the server, or None."""
     method, url, body = line.get("method", "POST"), line.get("url"), line.get("body")
     if method != "POST":
         return f"method must be POST, not {show(method)}"
@@ -176,9 +176,9 @@ def _problem(line: Json) -> str | None:
 
 
 class Results:
-    """The file of answers, which only one process may write. Its answers stay; an incomplete last line is cut off.
+    """The file of answers, which only one process may write. Existing answers stay; an incomplete last line is cut off.
 
-    done: keys of the answered requests. failed: how many answers are errors.
+    done: keys of the answered requests. failed: number of answers that are errors.
     """
 
     def __init__(self, path: Path, source: Path) -> None:
@@ -209,7 +209,7 @@ class Results:
         self._close(failed=kind is not None)
 
     def _close(self, failed: bool) -> None:
-        """Closes the file; after a failure removes it if this process created it and it is empty."""
+        """Closes the file. After a failure, removes it if this process created it and it is empty."""
         if failed and self._created and not os.fstat(self._file).st_size:
             self._path.resolve().unlink(missing_ok=True)
         os.close(self._file)
@@ -257,7 +257,7 @@ def _checked(path: Path) -> set[bytes]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Json]]:
-    """Yields the requests of a file with the numbers of their lines."""
+    """Yields the requests of a file with their line numbers."""
     with path.open("rb") as file:
         for number, raw in numbered_lines(file, f" of {path}"):
             if not raw.strip():
@@ -286,5 +286,5 @@ def _encoded(result: Json) -> bytes:
 
 
 def _key(custom_id: str) -> bytes:
-    """A digest of fixed size, so that long ids take no memory."""
+    """Returns a digest of fixed size, so that long ids take no memory."""
     return blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()

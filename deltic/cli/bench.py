@@ -98,7 +98,7 @@ def _profile(engine: Engine, case: Case, seed: int) -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`batch` sequences of so many prompt tokens and new tokens."""
+    """The size of a measurement: `batch` sequences, each with `prompt_tokens` and `new_tokens`."""
 
     prompt_tokens: int
     new_tokens: int
@@ -107,7 +107,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Rates are totals over the batch; None if the case is too short for one."""
+    """The result of one run. Rates are totals over the batch. None: the case is too short for this figure."""
 
     prefill_tokens_per_second: float
     decode_tokens_per_second: float | None
@@ -117,9 +117,9 @@ class Measurement:
 
 @dataclass(slots=True)
 class _Trace:
-    """Seconds since the start.
+    """Records times in seconds since the start.
 
-    steady: (time, tokens so far) of the steps in which all sequences decode. overheads: those of these steps.
+    steady: (time, tokens so far) of the steps in which all sequences decode. overheads: overheads of these steps.
     """
 
     first: dict[str, float] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class _Trace:
 
 
 def trial(engine: Engine, case: Case, seed: int = 0, adapters: Sequence[LoadedAdapter] = ()) -> Measurement:
-    """Runs the case once, with prompts drawn from the seed. adapters: of the sequences, in turn."""
+    """Runs the case once, with prompts drawn from the seed. adapters: adapters of the sequences, in turn."""
     draw = random.Random(seed)
     vocabulary = engine.runtime.config.vocab_size
     sampling = SamplingParams(temperature=0.0, max_tokens=case.new_tokens, ignore_eos=True)
@@ -170,7 +170,7 @@ def trial(engine: Engine, case: Case, seed: int = 0, adapters: Sequence[LoadedAd
 
 
 def check_room(llm: LLM, case: Case, asked: str = "--prompt-tokens and --new-tokens") -> None:
-    """Raises UsageError if the case exceeds the model's context or batch. asked: the options behind its tokens."""
+    """Raises UsageError if the case exceeds the model's context or batch. asked: the options that set its tokens."""
     tokens, memory = case.prompt_tokens + case.new_tokens, llm.runtime.memory
     if tokens > memory.max_context:
         raise UsageError(f"{asked} are {tokens} together and the context holds {memory.max_context}: ask for fewer, or "
@@ -181,7 +181,7 @@ def check_room(llm: LLM, case: Case, asked: str = "--prompt-tokens and --new-tok
 
 
 def _report(llm: LLM, case: Case, runs: Sequence[Measurement]) -> dict[str, Any]:
-    """Medians and runs, with the facts that explain them."""
+    """Returns the medians and all runs, with facts about the model, the machine and the code."""
     return {**model_facts(llm), **asdict(case), "repeat": len(runs),
             **{name: _median([getattr(run, name) for run in runs]) for name in _MEASURES},
             "peak_memory_mib": round(peak_memory_mib(), 1), "runs": [asdict(run) for run in runs],
@@ -200,7 +200,7 @@ def model_facts(llm: LLM) -> dict[str, Any]:
 
 
 def origin_facts(llm: LLM) -> dict[str, Any]:
-    """The machine and the code."""
+    """Returns facts about the machine and the code."""
     from deltic.ops import explain
 
     return {"machine": {**machine_facts(), "threads": llm.runtime.threads}, "version": __version__, "commit": commit(),

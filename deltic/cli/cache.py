@@ -160,7 +160,7 @@ def _listing_text(facts: dict[str, Any]) -> str:
 
 
 def _stats(models: Sequence[tuple[ModelLabel, list[StoredRow]]], directory: Path) -> dict[str, Any]:
-    """prefixes: how many can be resumed. tokens: how many have K/V, each counted once. notes: records of answers."""
+    """Returns figures by model. prefixes: resumable. tokens: with K/V, each counted once. notes: answer records."""
     found = []
     for label, rows in models:
         items, used = [row for row in rows if row.kind != "record"], [row.used for row in rows]

@@ -1,4 +1,4 @@
-"""`deltic chat`: a conversation. On a terminal lines can be edited; in a pipe each line is a message."""
+"""`deltic chat`: a conversation. On a terminal, lines can be edited; in a pipe, each line is a message."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ class ChatState:
 
     @property
     def messages(self) -> list[Message]:
-        """The messages, with the system message."""
+        """The messages, preceded by the system message if there is one."""
         system = self._settings["system"]
         return self._messages if system is None else [{"role": "system", "content": system}, *self._messages]
 
     def take(self, line: str) -> None:
-        """Executes a command, or sends a message."""
+        """Executes a command or sends a message."""
         name, _, rest = line.partition(" ")
         if name in _COMMANDS:
             try:
@@ -114,7 +114,7 @@ class ChatState:
             self.send(line)
 
     def send(self, text: str) -> None:
-        """Sends a message with the pictures that were added, unless the text is blank."""
+        """Sends a message with the images that were added, unless the text is blank."""
         if text.strip():
             pictures, self._pictures = self._pictures, []
             content = [*pictures, {"type": "text", "text": text}] if pictures else text
@@ -137,7 +137,7 @@ class ChatState:
             note("\n".join(f"{command:<6} {about}" for command, about in _COMMANDS.items()) + f"\n{_HINT}")
 
     def _set(self, name: str = "", value: str | None = None) -> None:
-        """Changes a setting, resets it if there is no value, and shows it; without a name shows all."""
+        """Changes a setting, or resets it if there is no value, and shows it. Without a name, shows all settings."""
         name = name.replace("-", "_")
         if name and name not in self._settings:
             raise UsageError(f"there is no setting {show(name)}; the settings are {', '.join(self._settings)}")
@@ -151,7 +151,7 @@ class ChatState:
                 note(f"{known} {_shown(known, current)}")
 
     def _save(self, path: Path) -> str:
-        """Writes the messages as the body of a request. Overwrites only conversations."""
+        """Writes the messages as the body of a request. Overwrites only files that contain conversations."""
         if path.exists():
             try:
                 _read_messages(path)
@@ -162,7 +162,7 @@ class ChatState:
         return f"saved {len(self.messages)} messages to {path}"
 
     def _load(self, path: Path) -> str:
-        """Replaces the messages by those of a file, if the model's template accepts them."""
+        """Replaces the messages with those of a file, if the model's template accepts them."""
         messages = _read_messages(path)
         self._llm.chat_processor.chat([*messages, {"role": "user", "content": "?"}])
         count, self._settings["system"] = len(messages), None
@@ -172,7 +172,7 @@ class ChatState:
         return f"loaded {count} messages from {path}"
 
     def _add_picture(self, path: Path) -> str:
-        """Keeps a picture for the next message, if the model can see it."""
+        """Keeps an image for the next message, if the model has vision."""
         kind = mimetypes.guess_type(path.name)[0] or "image/png"
         content = read_bytes(plain_file(str(path)))
         url = f"data:{kind};base64,{base64.b64encode(content).decode()}"
@@ -183,7 +183,7 @@ class ChatState:
         return f"{path.name} goes with the next message"
 
     def _answer(self, question: Message) -> None:
-        """Answers, and keeps question and answer unless the answer failed."""
+        """Answers the question. Keeps question and answer unless the answer failed."""
         try:
             deltas, choice = self._stream([*self.messages, question])
         except RequestError as error:
@@ -195,7 +195,7 @@ class ChatState:
         self._messages += [question, _as_message(deltas)]
 
     def _stream(self, messages: list[Message]) -> tuple[list[Delta], Choice | None]:
-        """Shows an answer. Its choice is None if it was interrupted."""
+        """Shows an answer while it is generated. Its choice is None if it was interrupted."""
         deltas: list[Delta] = []
         screen = Screen(self._thinking_output)
 
@@ -220,7 +220,7 @@ class ChatState:
 
 @contextmanager
 def naming_files(files: Sequence[Path]) -> Iterator[None]:
-    """Errors about pictures name their files. files: the first parts of a message's content, in order."""
+    """Makes errors about images name their files. files: sources of a message's first parts, in order."""
     try:
         yield
     except RequestError as error:
@@ -234,7 +234,7 @@ def naming_files(files: Sequence[Path]) -> Iterator[None]:
 
 
 def _parsed(name: str, value: str) -> Any:
-    """The value of a setting."""
+    """Returns the parsed value of a setting."""
     if name == "system":
         return value
     if name == "think":
@@ -282,8 +282,8 @@ def _read_messages(path: Path) -> list[Message]:
 def _messages(read: Callable[[bool], str | None]) -> Iterator[tuple[str, bool]]:
     """Yields lines, and texts of several lines between quotes, with True for the latter.
 
-    read: returns the next line, or None to drop the begun text, and raises EOFError at the end; its argument is True
-    within quotes.
+    read: returns the next line, or None to drop the text that was begun, and raises EOFError at the end. Its argument
+    is True within quotes.
     """
     begun: list[str] | None = None
     while True:
@@ -312,7 +312,7 @@ def _messages(read: Callable[[bool], str | None]) -> Iterator[tuple[str, bool]]:
 
 
 def _terminal_lines() -> Callable[[bool], str | None]:
-    """Reads lines from a terminal. The first Ctrl-C gives a hint, a second one in a row ends the program."""
+    """Returns a reader of terminal lines. The first Ctrl-C gives a hint, a second in a row ends the program."""
     warned = False
 
     def read(within_quotes: bool) -> str | None:
@@ -336,7 +336,7 @@ def _terminal_lines() -> Callable[[bool], str | None]:
 
 
 def _piped_lines() -> Callable[[bool], str]:
-    """Reads lines from a file or pipe."""
+    """Returns a reader of lines from a file or pipe."""
     lines = numbered_lines(sys.stdin.buffer, " on stdin")
 
     def read(within_quotes: bool) -> str:

@@ -1,4 +1,4 @@
-"""Requests of commands to a running server."""
+"""HTTP requests of commands to a running server."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from deltic.cli.parser import UsageError, text
 KEY_VARIABLE = "DELTIC_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000"
 MAX_BYTES = 32 << 20
-"""Upper bound of a server's answer: the metrics of 1,000 replicas."""
-_TIMEOUT, _LOADING_TIMEOUT = 10, 1800  # a large model may be loaded
+"""Upper bound for a server's answer: large enough for the metrics of 1,000 replicas."""
+_TIMEOUT, _LOADING_TIMEOUT = 10, 1800  # the server may have to load a large model
 Answer = TypeVar("Answer")
 
 
 def add_server(parser: argparse.ArgumentParser, name: str = "--url") -> None:
-    """Adds the URL, as an option or as an argument, and the API key."""
+    """Adds arguments for the URL (an option or a positional argument) and for the API key."""
     optional: dict[str, Any] = {} if name.startswith("-") else {"nargs": "?"}
     parser.add_argument(name, type=_server_url, default=DEFAULT_URL, metavar="URL", **optional,
                         help=f"URL of the server (default: {DEFAULT_URL})")
@@ -33,12 +33,12 @@ def add_server(parser: argparse.ArgumentParser, name: str = "--url") -> None:
 
 
 def client_of(args: argparse.Namespace, name: str = "--url") -> ServerClient:
-    """Returns the client of the server that was named. name: as in `add_server`."""
+    """Returns the client for the server in the arguments. name: as in `add_server`."""
     return ServerClient(args.url, args.api_key or os.environ.get(KEY_VARIABLE) or "", name)
 
 
 def _server_url(given: str) -> str:
-    """The URL of a server, with or without /v1."""
+    """Returns the base URL of a server that was given with or without /v1."""
     try:
         parts = urlsplit(given if "//" in given else f"http://{given}")
         is_valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
@@ -51,18 +51,18 @@ def _server_url(given: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServerClient:
-    """url: without /v1. key: "" if there is none. name: of the argument with the URL, for errors."""
+    """url: without /v1. key: "" if there is none. name: name of the argument with the URL, for errors."""
 
     url: str
     key: str = ""
     name: str = "--url"
 
     def ask_json(self, path: str, read: Callable[[Any], Answer], body: bytes | None = None) -> Answer:
-        """Returns what `read` takes from the JSON answer, as `ask`."""
+        """Returns the result of `read` for the JSON answer. Otherwise like `ask`."""
         return self.ask(path, lambda content: read(json.loads(content)), body)
 
     def ask(self, path: str, read: Callable[[bytes], Answer], body: bytes | None = None) -> Answer:
-        """Returns what `read` takes from the answer. Raises UsageError with a hint if there is none."""
+        """Returns the result of `read` for the answer. Raises UsageError with a hint if there is no valid answer."""
         opener = build_opener(ProxyHandler({}) if self._is_local() else ProxyHandler())
         headers = self._headers()
         try:
@@ -97,6 +97,6 @@ class ServerClient:
             raise UsageError("the API key has a control character, such as the end of a line, which no header can "
                              f"carry: see --api-key and {KEY_VARIABLE}")
         headers = {"content-type": "application/json"}
-        if self.key:  # in UTF-8, as http.client sends characters of latin-1
+        if self.key:  # encoded in UTF-8, as http.client sends text in latin-1
             headers["authorization"] = f"Bearer {self.key.encode('utf-8', 'surrogateescape').decode('latin-1')}"
         return headers

@@ -27,7 +27,7 @@ Keys = Mapping[str, str | None]
 
 
 def serve_replicas(args: argparse.Namespace, keys: Keys, tls: SSLContext | None) -> int:
-    """Serves until Ctrl-C or SIGTERM."""
+    """Serves replicas until Ctrl-C or SIGTERM."""
     from deltic.cluster.application import check_ray, running
 
     if loads_on_demand(args):
@@ -54,8 +54,8 @@ def serve_replicas(args: argparse.Namespace, keys: Keys, tls: SSLContext | None)
 
 
 def application(given: Mapping[str, Any]) -> Application:
-    """Returns the application for a file of `serve deploy`: import_path: deltic.cli.cluster:application, and as args
-    the options of `deltic serve` by their names."""
+    """Returns the application for a config file of `serve deploy`. The file has import_path:
+    deltic.cli.cluster:application, and as args the options of `deltic serve` by name."""
     from deltic.cli import command_parser
     from deltic.cluster.application import check_ray, with_ingress
 
@@ -71,7 +71,7 @@ def application(given: Mapping[str, Any]) -> Application:
 
 
 def plan_of(args: argparse.Namespace, keys: Keys, hosts: Any, spread: bool = False) -> ReplicaPlan:
-    """Returns how the replicas run. spread: they share the processors of this machine."""
+    """Returns the plan by which the replicas run. spread: they share the processors of this machine."""
     from deltic.cluster.application import ReplicaPlan
     from deltic.engine.arguments import settled
 

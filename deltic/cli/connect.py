@@ -1,4 +1,4 @@
-"""`deltic connect` and `deltic ps`: settings of clients of a running server, and its models."""
+"""`deltic connect` and `deltic ps`: configure clients for a running server, and list its models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deltic.cli.client import KEY_VARIABLE, ServerClient, add_server, client_of
 from deltic.cli.output import grid, note
 from deltic.cli.parser import UsageError, read_text, replace_file, text
 
-_MAX_ANSWER = 32_000  # tokens that a client reserves for an answer
+_MAX_ANSWER = 32_000  # maximum number of tokens that a client reserves for an answer
 _RECORD_NAMES = ("name", "id", "model_id")
 
 
@@ -57,8 +57,8 @@ def run_connect(args: argparse.Namespace) -> int:
 
 
 def known_clients() -> dict[str, Any]:
-    """Programs that use servers, by name: `about`, `start`, `files`, `key` (the variable that it reads the server's key
-    from) and `environment` (other variables)."""
+    """Returns the known client programs by name, with `about`, `start`, `files`, `key` (the variable from which the
+    program reads the server's key) and `environment` (other variables)."""
     import yaml
 
     found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8"))
@@ -66,7 +66,7 @@ def known_clients() -> dict[str, Any]:
 
 
 def _filled(value: Any, target: Target) -> Any:
-    """Replaces {model} and the like by the attributes of the target. Settings that are then empty are left out."""
+    """Replaces {model} and similar fields by attributes of the target. Leaves out settings that are then empty."""
     if isinstance(value, Mapping):
         filled = {_filled(name, target): _filled(part, target) for name, part in value.items()}
         return {name: part for name, part in filled.items() if part != ""}
@@ -75,7 +75,7 @@ def _filled(value: Any, target: Target) -> Any:
     if not isinstance(value, str):
         return value
     only = re.fullmatch(r"\{(\w+)\}", value)
-    if only:  # keeps its type
+    if only:  # a placeholder alone keeps the type of its value
         return getattr(target, only[1])
     return re.sub(r"\{(\w+)(:d)?\}", lambda found: str(getattr(target, found[1])), value)
 
@@ -98,7 +98,7 @@ def run_ps(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model of a server. url: without /v1. context: tokens of prompt and answer. key: "" if there is none."""
+    """A model of a server. url: without /v1. context: maximum tokens of prompt and answer. key: "" if there is none."""
 
     url: str
     model: str
@@ -116,12 +116,12 @@ class Target:
 
     @property
     def some_key(self) -> str:
-        """A key for clients that require one."""
+        """The key, or a placeholder for clients that require a key."""
         return self.key or "none"
 
     @property
     def answer(self) -> int:
-        """Tokens that a client should reserve for the answer."""
+        """The number of tokens that a client should reserve for the answer."""
         return max(1, min(self.context // 4, _MAX_ANSWER))
 
 
@@ -153,9 +153,9 @@ def _models(client: ServerClient) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings in a file, whose suffix is its format.
+    """Settings in a file. The suffix of the file is its format.
 
-    folder: below the home directory; `variable` replaces it. missing: values to add where the file has none.
+    folder: below the home directory; the environment's `variable` overrides it. missing: values to add if absent.
     """
 
     name: str
@@ -171,12 +171,12 @@ class Settings:
 
     @property
     def all(self) -> Mapping[str, Any] | list[Any]:
-        """The content of a new file."""
+        """All settings: the content of a new file."""
         return {**self.missing, **self.values} if isinstance(self.values, Mapping) else self.values
 
 
 def _write(files: list[Settings]) -> None:
-    """Reads all files before it writes the first, so that a file that cannot be read leaves none half done."""
+    """Writes the files. Reads all of them first, so that an unreadable file leaves no partial result."""
     merged = [(file.path, _merged(file)) for file in files]
     for path, content in merged:
         if content is None:
@@ -188,8 +188,8 @@ def _write(files: list[Settings]) -> None:
 
 
 def _merged(file: Settings) -> str | None:
-    """Returns the content of a file with the settings, or None if it has them. Raises UsageError if it cannot be read
-    in its format."""
+    """Returns the content of a file with the settings added, or None if it already has them. Raises UsageError if it
+    cannot be read in its format."""
     path = file.path
     try:
         content = read_text(path) if path.exists() else ""
@@ -199,7 +199,7 @@ def _merged(file: Settings) -> str | None:
         if isinstance(found, Mapping) != isinstance(file.values, Mapping) or not isinstance(found, Mapping | list):
             raise TypeError(f"it holds a {type(found).__name__} where the client expects a "
                             f"{type(file.values).__name__}")
-    except Exception as error:  # each format has its own errors
+    except Exception as error:  # each format raises its own errors
         kind = path.suffix.lstrip(".").upper().replace("YML", "YAML")
         comments = "; JSON with comments is not read" if path.suffix == ".json" else ""
         raise UsageError(f"{path} cannot be read as {kind} ({error}){comments}. Nothing was changed: run the command "
@@ -213,7 +213,7 @@ def _merged(file: Settings) -> str | None:
 
 
 def _load(path: Path, content: str) -> Any:
-    """Parses a file by its suffix. TOML keeps its comments."""
+    """Parses a file according to its suffix. TOML files keep their comments."""
     if path.suffix == ".json":
         return json.loads(content)
     if path.suffix == ".toml":
@@ -239,7 +239,7 @@ def _dump(path: Path, value: Any) -> str:
 
 
 def _merge(old: Any, new: Any) -> Any:
-    """Merges mappings key by key and lists of records by name into `old`; else returns `new`."""
+    """Merges mappings key by key, and lists of records by name, into `old`. Returns `new` for other values."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key, value in new.items():
             old[key] = _merge(old[key], value) if key in old else value  # type: ignore[index]
@@ -261,8 +261,8 @@ def _record_name(record: Any) -> Any:
 
 
 def _replace_with_backup(path: Path, content: str) -> Path | None:
-    """Replaces a file or the target of a link, and returns the backup. A new file is for its owner alone, as it may
-    hold a key."""
+    """Replaces a file or the target of a link, and returns the path of the backup. A new file is readable by its owner
+    only, as it may contain a key."""
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():

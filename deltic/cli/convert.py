@@ -1,4 +1,4 @@
-"""Models in other forms: `deltic convert` (GGUF), `mtp` (draft head), `export` (ExecuTorch), `compile` (TVM)."""
+"""Converts models: `deltic convert` (GGUF), `mtp` (draft head), `export` (ExecuTorch), `compile` (TVM)."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _convert_encoder(args: argparse.Namespace, encoder: StoredEncoder, place: Pa
 
 def _convert_model(args: argparse.Namespace, files: ModelFiles, path: Path, bar: Bar
                    ) -> tuple[Written, dict[str, Any]]:
-    """Writes the vision tower first: a model never exists without it, and a tower is removed if the model fails."""
+    """Writes the vision tower first, so that no model exists without it. Removes the tower if the model fails."""
     from deltic.config.families import FAMILIES
     from deltic.embeddings.gguf import vector_keys
     from deltic.loader.gguf.config import model_name
@@ -120,7 +120,7 @@ def _convert_model(args: argparse.Namespace, files: ModelFiles, path: Path, bar:
 
 
 def _lora(path: str | None, files: ModelFiles) -> LoraMerge | None:
-    """Reads an adapter that is merged into a model."""
+    """Returns an adapter that is merged into a model while it is converted."""
     if path is None:
         return None
     from deltic.loader.lora import open_lora
@@ -130,7 +130,7 @@ def _lora(path: str | None, files: ModelFiles) -> LoraMerge | None:
 
 
 def _write_tower(args: argparse.Namespace, files: ModelFiles, name: str, path: Path) -> dict[str, Any]:
-    """Writes the vision tower, if there is one, and returns facts about it."""
+    """Writes the vision tower if there is one. Returns facts about it."""
     from deltic.loader.vision import TYPES, write_mmproj
 
     kind = args.mmproj or (args.type if args.type in TYPES else "Q8_0")
@@ -152,7 +152,7 @@ def _target(args: argparse.Namespace) -> Path:
 
 
 def _refuse_source(path: Path, sources: Iterable[Path]) -> None:
-    """Raises UsageError if a target is a file that is read: its precision would be lost."""
+    """Raises UsageError if a target is also a source file: the source's precision would be lost."""
     sources = list(sources)
     for target in (path, _mmproj(path)):
         if target.exists() and any(source.samefile(target) for source in sources):
@@ -267,7 +267,7 @@ def _program(args: argparse.Namespace) -> Path:
 
 
 def _library(args: argparse.Namespace) -> dict[str, Any]:
-    """The operator library for this machine, which a program with deltic's operators needs."""
+    """Returns facts about the operator library for this machine, which a program with deltic's operators needs."""
     if args.operators != "deltic":
         return {}
     from deltic.export.executorch.library import library_path
@@ -323,7 +323,7 @@ def run_compile(args: argparse.Namespace) -> int:
     from deltic.export.tvm.compiler import parse_target
     from deltic.loader.disk import check_room, replacing_files
 
-    goal = parse_target(args.target)  # before anything is downloaded
+    goal = parse_target(args.target)  # checked before anything is downloaded
     started = time.perf_counter()
     size, write = _compiler(args)
     check_room(folder, size, "make room, or choose another place")
@@ -357,7 +357,7 @@ def _compiler(args: argparse.Namespace) -> tuple[int, Callable[[Path], Compiled]
 
 
 def cache_folder(model: str, target: str) -> Path:
-    """The default directory: MODEL--TARGET--DEVICE, with two dashes for the slash of a hub name."""
+    """Returns the default directory: MODEL--TARGET--DEVICE, with two dashes in place of the slash of a hub name."""
     from deltic.export.tvm.compiler import KINDS
 
     base = os.environ.get("XDG_CACHE_HOME")
@@ -368,7 +368,7 @@ def cache_folder(model: str, target: str) -> Path:
 
 
 def _folder(args: argparse.Namespace) -> Path:
-    """The directory to write: absent, empty or, with --force, one with a compiled model."""
+    """Returns the directory to write. It must be absent, empty or, with --force, contain a compiled model."""
     folder = Path(args.output) if args.output is not None else cache_folder(args.source, args.target)
     if os.path.lexists(folder) and not folder.is_dir():
         raise UsageError(f"{folder} is not a directory; name one")
@@ -380,7 +380,7 @@ def _folder(args: argparse.Namespace) -> Path:
 
 
 def _compiled(folder: Path) -> list[Path]:
-    """The files of a compiled model in a directory."""
+    """Returns the files of a compiled model in a directory."""
     patterns = (*LIBRARIES, OBJECTS, "params_shard_*.bin", "*-cache.json")
     return [path for pattern in patterns for path in folder.glob(pattern)]
 

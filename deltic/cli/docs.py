@@ -50,7 +50,7 @@ def run_completion(args: argparse.Namespace) -> int:
 
 
 def page() -> str:
-    """The content of docs/cli.md."""
+    """Returns the content of docs/cli.md."""
     top = top_parser()
     top.formatter_class = lambda *, prog: argparse.RawDescriptionHelpFormatter(prog, width=_WIDTH)
     parsers = [command_parser(name) for name in COMMANDS]
@@ -67,7 +67,7 @@ def page() -> str:
 
 
 def _command(parser: Parser, counts: Counter[str]) -> str:
-    """The section of a command. counts: how many commands have the option of a help text."""
+    """Returns the section of a command. counts: number of commands that have an option with a given help text."""
     formatter = _formatter(parser)
     formatter.add_text(parser.description)
     lines, references = [formatter.format_help()], dict[str, list[str]]()
@@ -88,7 +88,7 @@ def _command(parser: Parser, counts: Counter[str]) -> str:
 
 
 def _options(parser: Parser) -> Iterable[tuple[str, str]]:
-    """Yields the title of the group and the help of each argument."""
+    """Yields the title of the argument group and the help text of each argument."""
     for group in parser._action_groups:
         for action in group._group_actions:
             if action.help == argparse.SUPPRESS:
@@ -102,7 +102,7 @@ def _options(parser: Parser) -> Iterable[tuple[str, str]]:
 
 
 def _formatter(parser: Parser) -> argparse.HelpFormatter:
-    """A formatter of fixed width, whatever the terminal."""
+    """Returns a formatter of fixed width, independent of the terminal."""
     kind: Any = parser.formatter_class
     formatter: argparse.HelpFormatter = kind(prog=parser.prog, width=_WIDTH)
     formatter._action_max_length = formatter._max_help_position
@@ -110,7 +110,7 @@ def _formatter(parser: Parser) -> argparse.HelpFormatter:
 
 
 def migration_page() -> str:
-    """The content of docs/migrate.md."""
+    """Returns the content of docs/migrate.md."""
     parts = [_MIGRATION_HEAD]
     for title, table in foreign_names().items():
         rows = "".join(f"| `{theirs}` | {ours if ' ' in ours else f'`{ours}`'} |\n" for theirs, ours in table.items())

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 State = Literal["ok", "warning", "problem"]
 Fault = tuple[State, str]
-"""A state and advice."""
-_MARKS: dict[State, str] = {"ok": "ok", "warning": "warn", "problem": "FAIL"}  # from good to bad
+"""A state and the advice for it."""
+_MARKS: dict[State, str] = {"ok": "ok", "warning": "warn", "problem": "FAIL"}  # ordered from good to bad
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +43,19 @@ class Finding:
 
     @classmethod
     def of(cls, name: str, fact: str, *faults: Fault) -> Finding:
-        """A finding with the worst state of its faults."""
+        """Returns a finding with the worst state among its faults."""
         states: list[State] = ["ok", *(state for state, _ in faults)]
         worst = max(states, key=list(_MARKS).index)
         return cls(name, worst, " ".join(fact.split()), "; ".join(advice for _, advice in faults))
 
     def lines(self, width: int) -> str:
-        """Mark, name and fact, and the advice below. width: columns of the name."""
+        """Returns mark, name and fact, with the advice below. width: columns for the name."""
         advice = f"\n{'':{width + 8}}-> {self.advice}" if self.advice else ""
         return f"{_MARKS[self.state]:<4}  {self.name:<{width}}  {self.fact}{advice}"
 
 
 Check = Callable[[argparse.Namespace], Finding | None]
-"""Named check_FINDING. Returns None if the check was not asked for."""
+"""A function named check_FINDING. It returns None if the check was not requested."""
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ def run_doctor(args: argparse.Namespace) -> int:
                 print(finding.lines(width), flush=True)
 
     for check in CHECKS:
-        if not (args.deep and check is check_model):  # --deep loads it, or several
+        if not (args.deep and check is check_model):  # --deep loads the model, or several models
             add(_guarded(check, args))
     report = None
     if args.deep:
@@ -127,7 +127,7 @@ _INSTALL_CUDA = "install a CUDA build of the same torch (https://pytorch.org/get
 _CHECK_DRIVER = ("check with nvidia-smi that the driver runs and is not older than that CUDA version; a container "
                  "needs access to the GPU (--gpus all)")
 _CUDA_PACKAGES = ("torch", "triton", "nvidia", "cuda")
-"""The CUDA build of torch and its dependencies: names, or their first words."""
+"""Names, or their first words, of the packages of torch's CUDA build and its dependencies."""
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _LITTLE_DISK = 5 << 30
 
@@ -161,9 +161,9 @@ def check_torch(args: argparse.Namespace) -> Finding:
 
 
 def _cuda_for_nothing(version: str) -> Iterator[Fault]:
-    """Advice to replace a CUDA build of torch, with the size of its files and of the packages that only it needs."""
+    """Yields advice to replace a CUDA build of torch, with the size of its files and of packages only it needs."""
     found = {dist.name: dist for dist in distributions() if dist.name.partition("-")[0] in _CUDA_PACKAGES}
-    if "torch" not in found:  # compiled here
+    if "torch" not in found:  # torch was compiled on this machine
         return
     size = sum(file.size or 0 for dist in found.values() for file in dist.files or ())
     yield "warning", (f"to save most of {gib(size)} of disk: pip uninstall -y {' '.join(sorted(found))}; then "
@@ -198,7 +198,7 @@ def _is_stale(library: Path) -> bool:
 
 
 def _reinstall() -> str:
-    """The command that compiles the kernels again."""
+    """Returns the command that compiles the kernels again."""
     if (_SOURCE / "csrc").is_dir():
         return f"pip install -e {_SOURCE}"
     return "pip install --force-reinstall --no-deps PATH (the directory or wheel it came from)"
@@ -227,7 +227,7 @@ def check_operations(args: argparse.Namespace) -> Finding:
 
 
 def check_hub(args: argparse.Namespace) -> Finding:
-    """Checks that models could be downloaded, without asking the hub."""
+    """Checks that models could be downloaded, without contacting the hub."""
     from huggingface_hub import constants
 
     place, faults = Path(constants.HF_HUB_CACHE).absolute(), list[Fault]()
@@ -292,7 +292,7 @@ _NO_ROOM = "there is no room for it: use a smaller model or more memory"
 
 
 def check_model(args: argparse.Namespace) -> Finding | None:
-    """Checks that MODEL exists and fits, by its config and the headers of its files."""
+    """Checks that MODEL exists and fits into memory, from its config and the headers of its files."""
     if args.model is None:
         return None
     from deltic.embeddings.open import open_stored
@@ -319,7 +319,7 @@ def check_model(args: argparse.Namespace) -> Finding | None:
 
 
 def _local(name: str) -> str | Path | None:
-    """The model on this machine, None if it would have to be downloaded."""
+    """Returns the model on this machine, or None if it would have to be downloaded."""
     from deltic.loader.catalog import parse_repository, select
 
     found = parse_repository(name)
@@ -350,7 +350,7 @@ def _not_downloaded(name: str) -> Finding:
 
 
 def _encoder(encoder: StoredEncoder) -> Finding:
-    """Checks the room for the weights as float32; quantized ones may take less."""
+    """Checks the memory for the weights as float32. Quantized weights may take less."""
     from deltic.embeddings.weights import expected_tensors
 
     config, free = encoder.config, available_memory()
@@ -361,7 +361,7 @@ def _encoder(encoder: StoredEncoder) -> Finding:
 
 
 def _room(config: ModelConfig) -> tuple[str, list[Fault]]:
-    """Checks the room for the weights and a cache."""
+    """Checks the memory for the weights and a cache."""
     from deltic.cli.inspect import plan_cache, weight_bytes
 
     weights = weight_bytes(config, config.dtype)
@@ -376,7 +376,7 @@ def _room(config: ModelConfig) -> tuple[str, list[Fault]]:
 
 
 def _head(model: ModelFiles) -> tuple[str, list[Fault]]:
-    """The most common type of the draft head, and advice if the head cannot be used."""
+    """Returns the most common type of the draft head's weights, and advice if the head cannot be used."""
     try:
         kinds = model.head_kinds()
     except ModelError as error:

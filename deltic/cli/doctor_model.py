@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from deltic.loader.model_files import ModelFiles
 
 TURNS: Final = (("What is the capital of France?", "Paris"), ("And of Italy?", "Rome"), ("And of Spain?", "Madrid"))
-"""Questions of one conversation, and a word of each answer. Later questions refer to the first."""
+"""Questions of one conversation, each with a word that its answer must contain. Later questions refer to the first."""
 _SAMPLING: Final = SamplingParams(temperature=0.0, max_tokens=256)
 _REPORTED = ("python", "torch", "kernels", "operations", "threads", "memory")
 _PATH = re.compile(r"(?<!\S)[~/][^\s,;]*")
 _SHAPE = ("architecture", "hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size")
-"""Fields of a config by which the model with a published answer is recognized."""
+"""Config fields that identify the model with the published answer."""
 _FLOAT32_SHARE = 1.5
-"""Memory for a comparison in float32, in bytes for each byte of the weights."""
+"""Memory for a comparison in float32, as a multiple of the weights' bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A model: facts about it and its answers, and what was wrong."""
+    """The result for one model: facts about it and its answers, and the problems that were found."""
 
     name: str
     facts: Mapping[str, Any]
@@ -50,8 +50,8 @@ class Examined:
 
 
 def models_in(place: str) -> list[str]:
-    """The model of this name, or the models in a directory: directories with a config.json, and GGUF files, of split
-    ones the first part, without vision towers and importance matrices."""
+    """Returns the model of this name, or all models in a directory: directories with a config.json, and GGUF files
+    (only the first part of split files), without vision towers and importance matrices."""
     from deltic.loader.catalog import is_model
     from deltic.loader.model_files import only_gguf
 
@@ -66,7 +66,7 @@ def models_in(place: str) -> list[str]:
 
 
 def report_of(examined: Sequence[Examined], findings: Sequence[Finding]) -> dict[str, Any]:
-    """The report. It has no path of the machine, and no text but the answers."""
+    """Returns the report. It contains no path of the machine, and no text except the answers."""
     checks = {finding.name: f"{finding.state}: {_PATH.sub('...', finding.fact)}" for finding in findings
               if finding.name in _REPORTED}
     models = [{"name": one.name, **one.facts, "faults": one.faults} for one in examined]
@@ -74,7 +74,7 @@ def report_of(examined: Sequence[Examined], findings: Sequence[Finding]) -> dict
 
 
 def examine(place: str) -> Examined:
-    """Runs a model."""
+    """Runs a model and returns the result."""
     from deltic.loader.model_files import open_model
 
     name = Path(place).name if Path(place).expanduser().exists() else place
@@ -98,7 +98,7 @@ def _shape(found: ModelFiles) -> dict[str, Any]:
 
 
 def _run(found: ModelFiles, facts: dict[str, Any]) -> Iterator[str]:
-    """Adds the answers of a model to the facts, and yields what is wrong with them."""
+    """Adds the answers of a model to the facts, and yields the problems with them."""
     from deltic.llm import LLM
 
     preset = PRESETS[published_answer()["preset"]]
@@ -141,13 +141,13 @@ def _conversation(llm: LLM, facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _compared(llm: LLM, facts: dict[str, Any], exact: bool) -> Iterator[str]:
-    """Compares with the published greedy answer. exact: the model runs as the published one did."""
+    """Compares with the published greedy answer. exact: the model runs in the same way as for the published answer."""
     golden = published_answer()
     wanted = golden["ids"]
     choice = llm.generate([golden["prompt"]], SamplingParams(temperature=0.0, max_tokens=len(wanted)))[0].choices[0]
     equal = next((at for at, pair in enumerate(zip(choice.tokens, wanted)) if pair[0] != pair[1]),
                  min(len(choice.tokens), len(wanted)))
-    complete = equal >= len(wanted) - 1  # the token that ends an answer may not be among its tokens
+    complete = equal >= len(wanted) - 1  # the token that ends an answer may be missing
     facts["golden"] = f"{'all' if complete else equal} of {len(wanted)} published tokens are equal"
     facts["golden_answer"] = choice.text
     if exact and not complete:
@@ -156,6 +156,6 @@ def _compared(llm: LLM, facts: dict[str, Any], exact: bool) -> Iterator[str]:
 
 
 def published_answer() -> Mapping[str, Any]:
-    """The prompt, the token ids and their source."""
+    """Returns the prompt, the token ids and their source."""
     found: Mapping[str, Any] = json.loads(Path(__file__).with_name("golden.json").read_text(encoding="utf-8"))
     return found

@@ -1,4 +1,4 @@
-"""`deltic embed` and `deltic rerank`: vectors of texts, and how well texts match a query."""
+"""`deltic embed` and `deltic rerank`: embeddings of texts, and scores of how well texts match a query."""
 
 from __future__ import annotations
 
@@ -127,12 +127,12 @@ def _json_text(line: str, number: int) -> str:
 
 
 def _source(given: str) -> str:
-    """An existing file, a pipe, or - for standard input."""
+    """Checks an argument that names an existing file, a pipe, or - for standard input."""
     return given if given == "-" else str(existing_file(text(given)))
 
 
 def _write_vectors(encoder: Encoder, args: argparse.Namespace, file: BinaryIO) -> None:
-    """Appends raw rows to OUTPUT.part, so that they can be continued, and makes the output of them at the end."""
+    """Appends raw rows to OUTPUT.part, so that the job can be continued. Makes the output from them at the end."""
     from deltic.embeddings.encoder import check_dimensions
     from deltic.loader.disk import check_room, explained
 
@@ -143,7 +143,7 @@ def _write_vectors(encoder: Encoder, args: argparse.Namespace, file: BinaryIO) -
     description, total = _describe(encoder, args, file, width) if os.path.isfile(args.file) else ("", 0)
     with explained(output), _locked(part, job, output) as target:
         done = count = _resume(target, job, description, 4 * width)
-        check_room(output, 4 * width * (2 * total - done), _NO_ROOM)  # part and output exist together at the end
+        check_room(output, 4 * width * (2 * total - done), _NO_ROOM)  # at the end, part and output exist together
         if done:
             note(f"{done:,} vectors exist already: continuing after them")
         texts = islice(read_texts(file, args.jsonl), done, None)
@@ -158,7 +158,7 @@ def _write_vectors(encoder: Encoder, args: argparse.Namespace, file: BinaryIO) -
 
 
 def _describe(encoder: Encoder, args: argparse.Namespace, file: BinaryIO, width: int) -> tuple[str, int]:
-    """Returns what identifies the job, so that only the same one is continued, and the number of lines."""
+    """Returns an identification of the job, so that only the same one is continued, and the number of lines."""
     digest, total = hashlib.blake2b(digest_size=16), 0
     for chunk in iter(lambda: file.read(1 << 20), b""):
         digest.update(chunk)
@@ -185,7 +185,7 @@ def _vectors(encoder: Encoder, args: argparse.Namespace, texts: Iterator[str], r
 
 @contextmanager
 def _locked(part: Path, job: Path, output: Path) -> Iterator[BinaryIO]:
-    """Opens the part for this process alone. Raises UsageError if another one writes it."""
+    """Opens the part file for this process alone. Raises UsageError if another process writes it."""
     with part.open("ab") as target:
         lock(target.fileno(), part, output)
         try:
@@ -198,7 +198,7 @@ def _locked(part: Path, job: Path, output: Path) -> Iterator[BinaryIO]:
 
 
 def _resume(part: BinaryIO, job: Path, description: str, row: int) -> int:
-    """Returns the number of vectors in the part of the same job; empties the part of another one."""
+    """Returns the number of vectors in the part file of the same job. Empties the part file of another job."""
     try:
         same = bool(description) and job.read_text(encoding="utf-8") == description
     except (OSError, UnicodeDecodeError):

@@ -60,9 +60,9 @@ def run_eval(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """How well a model predicts a text.
+    """Measures how well a model predicts a text.
 
-    window, stride: how it was read. scored, nbytes: the tokens and bytes behind `log_likelihood`.
+    window, stride: sizes used for reading, in tokens. scored, nbytes: tokens and bytes behind `log_likelihood`.
     """
 
     window: int
@@ -85,7 +85,7 @@ def perplexity(llm: LLM, content: str, window: int | None = None, stride: int | 
                progress: Callable[[int, int], None] = lambda done, total: None) -> Perplexity:
     """Scores every token of the text once; the first only if the tokenizer puts a token before it.
 
-    progress: called with the number of scored tokens, and of all. Raises UsageError for a window beyond the context.
+    progress: called with the numbers of scored and of all tokens. Raises UsageError for a window beyond the context.
     """
     from deltic.params import SamplingParams
 
@@ -111,7 +111,7 @@ def perplexity(llm: LLM, content: str, window: int | None = None, stride: int | 
 
 
 def _window_and_stride(room: int, prefix: int, window: int | None, stride: int | None) -> tuple[int, int]:
-    """room: tokens of the context. prefix: tokens before a raw prompt."""
+    """Returns window and stride in tokens. room: tokens of the context. prefix: tokens before a raw prompt."""
     if window is not None and window > room:
         raise UsageError(f"--window {window} is more than the {room} tokens of the context: ask for fewer, or raise "
                          "--max-context or --memory")
@@ -126,7 +126,7 @@ def _window_and_stride(room: int, prefix: int, window: int | None, stride: int |
 
 
 def _windows(count: int, first: int, size: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yields the start of each window, its first token to score, and its end."""
+    """Yields each window's start, its first token to score, and its end."""
     fresh, end = first, min(size, count)
     while fresh < count:
         yield max(0, end - size), fresh, end

@@ -1,4 +1,4 @@
-"""`deltic inspect`: what a model is, and how it would run here."""
+"""`deltic inspect`: the properties of a model, and how it would run on this machine."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run_inspect(args: argparse.Namespace) -> int:
 
 
 def _model_facts(args: argparse.Namespace) -> Facts:
-    """Loads the model, which proves that it can be loaded."""
+    """Returns the facts of a model. Loads the model, which proves that it can be loaded."""
     from deltic.cache.tensors import PoolOptions
     from deltic.export.backend import ProgramModel
     from deltic.ops import explain
@@ -96,7 +96,7 @@ def _model_facts(args: argparse.Namespace) -> Facts:
 
 
 def _preset_facts(args: argparse.Namespace) -> Facts:
-    """Facts of a preset, without making its weights."""
+    """Returns the facts of a preset, without making its weights."""
     from deltic.engine.arguments import settled
     from deltic.model.tensor_parallel import check_degree
     from deltic.ops import select
@@ -111,7 +111,7 @@ def _preset_facts(args: argparse.Namespace) -> Facts:
 
 
 def _without_memory(config: ModelConfig, engine: EngineConfig) -> Decoder:
-    """Returns a split model whose tensors have no memory."""
+    """Returns a split model with tensors that have no memory."""
     import torch
 
     from deltic.loader.names import expected_tensors, tensor_dtype
@@ -129,7 +129,7 @@ def _without_memory(config: ModelConfig, engine: EngineConfig) -> Decoder:
 
 
 def _device_facts(decoder: Decoder, facts: Facts) -> Facts:
-    """Returns the bytes of weights, by part, and of the cache on each device."""
+    """Returns the bytes of weights (by part) and of the cache on each device."""
     embedding, memory = decoder.weights.embedding.nbytes, facts["memory"]
     found: Facts = {"embedding_of_all_mib": rounded_mib(embedding)}
     for number, parts in enumerate(decoder.part_bytes()):
@@ -161,7 +161,7 @@ def _speculation(llm: LLM) -> str | None:
 
 
 def _mtp_head(path: Path) -> str | None:
-    """The types of the multi-token-prediction head, or why it cannot be used."""
+    """Returns the weight types of the multi-token-prediction head, or the reason why it cannot be used."""
     from deltic.loader.model_files import open_model
 
     try:
@@ -171,7 +171,7 @@ def _mtp_head(path: Path) -> str | None:
 
 
 def layer_pattern(config: ModelConfig) -> str:
-    """The layers in short: `6 x (3 linear_attention + 1 full_attention)`."""
+    """Returns a short form of the layers: `6 x (3 linear_attention + 1 full_attention)`."""
     kinds = config.layer_types
     period = next(size for size in range(1, len(kinds) + 1)
                   if len(kinds) % size == 0 and kinds == kinds[:size] * (len(kinds) // size))
@@ -222,7 +222,7 @@ def _tensor_bytes(config: ModelConfig, dtype: DType, quant: str) -> dict[str, in
 
 
 def head_bytes(config: ModelConfig, engine: EngineConfig) -> int:
-    """Bytes of the draft head that a GPU would load."""
+    """Returns the bytes of the draft head that a GPU would load."""
     from deltic.loader.names import expected_head
 
     if config.num_mtp_layers != 1 or not isinstance(engine.speculation, Auto | Mtp):
@@ -231,7 +231,7 @@ def head_bytes(config: ModelConfig, engine: EngineConfig) -> int:
 
 
 def _token_bytes(config: ModelConfig, dtype: DType, quant: str) -> int:
-    """Bytes that are read for a token; like `Decoder.token_bytes`, but from the shape."""
+    """Returns the bytes that are read for one token. Like `Decoder.token_bytes`, but computed from the shape."""
     from deltic.loader.names import EMBEDDING, is_stack
 
     sizes, experts = _tensor_bytes(config, dtype, quant), config.experts
@@ -247,8 +247,8 @@ def plan_cache(config: ModelConfig, engine: EngineConfig, sizes: Mapping[str, in
                ) -> tuple[MemoryPlan, PoolOptions] | None:
     """Plans the cache for the memory that the weights leave. Returns None if they leave none.
 
-    sizes: bytes of the weights in memory, by name; default: those of plain weights that are quantized as options say.
-    others: bytes of a draft head and a vision tower on the CPU.
+    sizes: bytes of the weights in memory, by name; default: plain weights, quantized according to the options. others:
+    bytes of a draft head and a vision tower on the CPU.
     """
     import torch
 

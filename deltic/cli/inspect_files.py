@@ -1,4 +1,4 @@
-"""What `deltic inspect` shows of a model's files: weights by kind, what serves them, memory by device, warnings."""
+"""Shows a model's files for `deltic inspect`: weights by kind, their form and bytes on each device, warnings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_ROOM: Final = "the weights leave no room for a cache"
 
 
 def survey_facts(found: Survey, args: argparse.Namespace) -> Facts:
-    """Facts of a model from its headers and configs, without its weights."""
+    """Returns the facts of a model from its headers and configs, without reading its weights."""
     from deltic.ops import explain, select
     from deltic.ops.capabilities import gpu_kernels
 
@@ -49,7 +49,7 @@ def survey_facts(found: Survey, args: argparse.Namespace) -> Facts:
 
 
 def group_facts(found: Survey, args: argparse.Namespace) -> Facts:
-    """A row for the weights of each kind that are stored alike, and warnings."""
+    """Returns a row for each group of weights of one kind that are stored alike, and warnings."""
     engines, files, groups = _engines(args), found.files, found.groups[:_MAX_ROWS]
     forms = {engine.device: _forms(groups, files, engine) for engine in engines} if files else {}
     rows = []
@@ -80,8 +80,8 @@ def _short(names: list[str]) -> str:
 
 
 def _engines(args: argparse.Namespace) -> list[EngineConfig]:
-    """The options with the device that would serve the model, and with the other one if this machine has it and they
-    suit it."""
+    """Returns the options with the device that would serve the model, and with the other device if this machine has it
+    and the options suit it."""
     from deltic.engine.arguments import settled
     from deltic.ops.capabilities import find_device
 
@@ -97,7 +97,7 @@ def _engines(args: argparse.Namespace) -> list[EngineConfig]:
 
 
 def _forms(groups: list[WeightGroup], files: ModelFiles, engine: EngineConfig) -> list[str]:
-    """How a device has the weights of each group in memory."""
+    """Returns the form in which a device keeps the weights of each group in memory."""
     from deltic.loader.survey import MTP_HEAD, NORMS, VISION
     from deltic.runner.weights import packed_storages
 
@@ -128,7 +128,7 @@ def _device_facts(files: ModelFiles, groups: list[WeightGroup], engine: EngineCo
 
 
 def _other_bytes(group: WeightGroup, form: str, dtype: DType) -> int:
-    """Bytes of a draft head or a vision tower in memory."""
+    """Returns the bytes of a draft head or a vision tower in memory."""
     from deltic.loader.survey import MTP_HEAD, VISION
 
     if group.kind not in (MTP_HEAD, VISION):

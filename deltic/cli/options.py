@@ -1,4 +1,4 @@
-"""Options that several commands share, options in a file, and loading the model that the arguments name.
+"""Options that several commands share, options from a file, and loading of the model that the arguments name.
 
 Engine options and limits are generated from EngineConfig and Limits.
 """
@@ -57,7 +57,7 @@ def add_random(parser: argparse.ArgumentParser) -> None:
 
 
 def add_template(parser: argparse.ArgumentParser, think: str = "thinking") -> None:
-    """How messages become a prompt. think: the attribute of --think; a model takes `thinking` as its default."""
+    """Adds options for prompts from messages. think: attribute of --think; `thinking` sets a model's default."""
     group = parser.add_argument_group("chat template")
     group.add_argument("--chat-template", type=existing_file, metavar="FILE",
                        help="a jinja chat template to use instead of the model's own")
@@ -91,11 +91,11 @@ def add_conversation(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--system", metavar="TEXT", type=text, help="system message")
     group.add_argument("--no-thinking-output", dest="thinking_output", action="store_false",
                        help="hide the thinking, which otherwise goes to stderr")
-    add_template(parser, "think")  # given with each request, as /set changes it during a chat
+    add_template(parser, "think")  # sent with each request, as /set may change it during a chat
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """An option for each field of EngineConfig, grouped by section."""
+    """Adds an option for each field of EngineConfig, grouped by section."""
     sections = {field.name: field.metadata.get("section") for field in fields(EngineConfig)}
     for section in dict.fromkeys(filter(None, sections.values())):
         names = [name for name, own in sections.items() if own == section]
@@ -103,13 +103,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
-    """An option for each field of Limits."""
+    """Adds an option for each field of Limits."""
     group = parser.add_argument_group("limits", "A request beyond a limit is refused with the limit's name.")
     _add_fields(group, Limits, ())
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The given engine options. Raises ConfigError for a wrong value."""
+    """Returns the given engine options. Raises ConfigError for a wrong value."""
     given = _given(args, EngineConfig)
     if limits := _given(args, Limits):
         given["limits"] = Limits(**limits)
@@ -118,18 +118,18 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def without(args: argparse.Namespace, name: str) -> argparse.Namespace:
-    """The arguments without an engine option."""
+    """Returns the arguments without an engine option."""
     return argparse.Namespace(**{key: value for key, value in vars(args).items() if key != _dest(name)})
 
 
 def sampling(args: argparse.Namespace) -> SamplingParams:
-    """The sampling parameters. Raises DelticError for a wrong value."""
+    """Returns the sampling parameters. Raises DelticError for a wrong value."""
     given = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
     return SamplingParams(stop=tuple(args.stop), **given)
 
 
 def refuse(given: dict[str, Any], reason: str) -> None:
-    """Raises UsageError for the first option that was given. given: option -> its value, or a false one."""
+    """Raises UsageError for the first option that was given. given: values by option, false if not given."""
     for name, value in given.items():
         if value is not None and value is not False and value != []:
             raise UsageError(reason.format(name))
@@ -137,7 +137,7 @@ def refuse(given: dict[str, Any], reason: str) -> None:
 
 def _add_fields(group: argparse._ArgumentGroup, record: type, common: Collection[str],
                 names: Collection[str] | None = None) -> None:
-    """common: the fields that the short help shows. names: the fields to add, by default all."""
+    """Adds an option for each field. common: fields that the short help shows. names: fields to add, by default all."""
     kinds = get_type_hints(record)
     for field in fields(record):
         if names is not None and field.name not in names:
@@ -164,7 +164,7 @@ def _help(field: Field[Any]) -> str:
 
 
 def _form(kind: Any, field: Field[Any]) -> dict[str, Any]:
-    """How argparse parses a value of this type."""
+    """Returns the argparse settings for a value of this type."""
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction if field.default else "store_true"}
     if "choices" in field.metadata:
@@ -184,13 +184,13 @@ _NOT_IN_FILES = ("--help", "--config", "--model")
 
 
 def options_of(parser: argparse.ArgumentParser, path: Path, has_model: bool) -> list[str]:
-    """Returns the options in a YAML or TOML file as words of a command line. has_model: the command line names a MODEL,
-    which overrides the file's. Raises UsageError with the name of a wrong key."""
+    """Returns the options in a YAML or TOML file as command-line words. has_model: the command line names a MODEL,
+    which overrides the file's. Raises UsageError that names a wrong key."""
     return words_of(parser, str(path), _read_options(path), has_model)
 
 
 def words_of(parser: argparse.ArgumentParser, path: str, content: dict[Any, Any], has_model: bool = False) -> list[str]:
-    """As `options_of`, for the content of a file."""
+    """Does the same as `options_of` for the content of a file."""
     model, models = content.pop("model", None), content.pop("models", {})
     if not isinstance(model, str | None):
         raise UsageError(f"{path}: model must be the name of a model")
@@ -240,13 +240,13 @@ def _words(parser: argparse.ArgumentParser, path: str, key: str, value: Any) -> 
 # Loading
 
 
-_MEMORY_SHARE = 0.9  # of the free memory, that random weights may take
+_MEMORY_SHARE = 0.9  # share of the free memory that random weights may take
 _CHAT_OPTIONS = ("chat_template", "history", "strip_billing_header", "thinking", "thinking_budget",
                  "tool_call_parser", "parse_special")
 
 
 def open_llm(args: argparse.Namespace, **defaults: Any) -> LLM:
-    """Loads a model with a progress bar. defaults: engine options, which given ones override."""
+    """Loads a model with a progress bar. defaults: engine options, which options given by the user override."""
     check_source(args)
     given = {**defaults, **engine_options(args)}
     if args.random:
@@ -262,7 +262,7 @@ def open_llm(args: argparse.Namespace, **defaults: Any) -> LLM:
 
 
 def check_source(args: argparse.Namespace) -> None:
-    """Raises UsageError if a model and random weights are both asked for."""
+    """Raises UsageError if a model and random weights are both requested."""
     if args.random and args.model:
         raise UsageError(f"MODEL ({args.model}) and --random exclude each other")
     if args.random and args.revision:

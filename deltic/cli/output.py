@@ -1,4 +1,4 @@
-"""What commands print: tables, progress bars, answers while they are generated, the log, facts about the machine."""
+"""The output of commands: tables, progress bars, answers while they are generated, the log, facts about the machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from deltic.chat.output_router import AnswerCall, Delta
     from deltic.llm import LLM, Choice, Stream
 
-_POLL_SECONDS = 0.1  # how often a progress bar of the prompt is updated
+_POLL_SECONDS = 0.1  # interval at which a progress bar of the prompt is updated
 
 
 def note(text: str) -> None:
@@ -37,12 +37,12 @@ def note(text: str) -> None:
 
 
 def print_facts(facts: Mapping[str, Any], as_json: bool, **for_people: Any) -> None:
-    """Prints facts as JSON or as a table. for_people: facts that the table shows in another form."""
+    """Prints facts as JSON or as a table. for_people: facts that the table shows in a different form."""
     print(json.dumps(facts, ensure_ascii=False) if as_json else table({**facts, **for_people}))
 
 
 def table(facts: Mapping[str, Any], indent: str = "") -> str:
-    """A line for each fact; a mapping becomes an indented block under its name."""
+    """Returns a line for each fact. A mapping becomes an indented block under its name."""
     width = max((len(name) for name, value in facts.items() if not isinstance(value, Mapping)), default=0)
     lines = []
     for name, value in facts.items():
@@ -57,7 +57,7 @@ def table(facts: Mapping[str, Any], indent: str = "") -> str:
 
 
 def grid(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each row, under a line of names; text is aligned left, numbers right."""
+    """Returns a line for each row, below a line of column names. Text is aligned left, numbers right."""
     names = list(rows[0])
     cells = [[name.replace("_", " ") for name in names]]
     cells += [[_cell(row[name]) for name in names] for row in rows]
@@ -168,7 +168,7 @@ def tokens_bar(label: str) -> Bar:
 
 @dataclass(slots=True)
 class AnswerTiming:
-    """When an answer started, had its first tokens and ended, in seconds of `time.perf_counter`."""
+    """The times at which an answer started, had its first tokens and ended, in seconds of `time.perf_counter`."""
 
     started: float
     tokens: int
@@ -178,7 +178,7 @@ class AnswerTiming:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The rate after the first tokens."""
+        """The number of tokens per second after the first tokens."""
         if self.first is None or self.tokens <= self.first_tokens or self.end <= self.first:
             return None
         return (self.tokens - self.first_tokens) / (self.end - self.first)
@@ -231,7 +231,7 @@ class Screen:
             self._last_reasoning = delta.text or self._last_reasoning
 
     def close(self, calls: tuple[AnswerCall, ...] = ()) -> None:
-        """Ends the open line, and prints the tool calls, a line each."""
+        """Ends the open line, and prints the tool calls, one per line."""
         self._end_thinking()
         last = self._last_content
         if (last and not last.endswith("\n")) or not (last or calls):
@@ -251,7 +251,7 @@ class Screen:
 
 
 def call_json(call: AnswerCall) -> dict[str, Any]:
-    """A tool call in OpenAI's form."""
+    """Returns a tool call in OpenAI's form."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
@@ -288,7 +288,7 @@ class _PlainLines(logging.Formatter):
 
 @contextmanager
 def logging_to_stderr(verbose: bool) -> Iterator[None]:
-    """Shows warnings of the `deltic` loggers, with `verbose` all records."""
+    """Shows the warnings of the `deltic` loggers, or all records if `verbose`."""
     logger, handler = logging.getLogger("deltic"), logging.StreamHandler()
     handler.setFormatter(_PlainLines(verbose))
     level = logger.level
@@ -321,7 +321,7 @@ def memory_mib() -> int:
 
 
 def peak_memory_mib() -> float:
-    """The peak memory of this process. getrusage on Linux may return the peak of its parent."""
+    """Returns the peak memory of this process. getrusage on Linux may return the peak of its parent."""
     found = re.search(r"^VmHWM:\s+(\d+) kB", read_system("/proc/self/status"), re.MULTILINE)
     if found:
         return int(found[1]) / 1024
@@ -332,7 +332,7 @@ def peak_memory_mib() -> float:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with `+` if tracked files differ from it; None outside of a checkout."""
+    """Returns the commit of this checkout, with `+` if tracked files differ from it. None outside of a checkout."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
@@ -343,7 +343,7 @@ def commit() -> str | None:
 
 
 def read_system(path: str) -> str:
-    """A file of the operating system; empty if it cannot be read."""
+    """Returns the content of a file of the operating system, or "" if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:

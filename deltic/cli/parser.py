@@ -1,7 +1,7 @@
 """An argument parser that raises errors instead of exiting, hints for wrong names, argument types, and files.
 
-argparse takes 15 ms to import, click 38 ms and typer 228 ms, which every command would pay; and neither reads -5+3= as
-a prompt.
+argparse takes 15 ms to import, click 38 ms and typer 228 ms, which every command would pay. Neither of the latter
+two reads -5+3= as a prompt.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from deltic.errors import DelticError, show
 
 
 class UsageError(DelticError, argparse.ArgumentTypeError):
-    """The command line is wrong. From an argument type, the parser adds the name of the argument."""
+    """Raised for a wrong command line. If an argument type raises it, the parser adds the name of the argument."""
 
 
 Number = TypeVar("Number", int, float)
 MAX_BYTES = 64 << 20
-"""Upper bound for what is read from a file or a pipe."""
+"""Upper bound for the bytes that are read from a file or a pipe."""
 _LITERAL = "\0"
 """Prefix of a word that is not an option although it begins with a dash. No process argument can contain it."""
 _MAX_HINTS = 4
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
     def parse_mixed(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parses options and positional arguments in any order.
 
-        Everything after `--` is positional, and so is a word with a dash that cannot be an option, such as -5+3=.
+        Words after `--` are positional, and so is a word with a leading dash that cannot be an option, such as -5+3=.
         """
         end = argv.index("--") if "--" in argv else len(argv)
         words = []
@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         return super()._get_value(action, arg_string.removeprefix(_LITERAL))
 
     def format_short_help(self) -> str:
-        """The help without advanced options, and with the first sentence of each text."""
+        """Returns the help without advanced options, and with only the first sentence of each text."""
         hidden = [action for action in self._actions if is_advanced(action)]
         if not hidden:
             return self.format_help()
@@ -99,11 +99,11 @@ class Parser(argparse.ArgumentParser):
         self._print_message(self.format_short_help(), file or sys.stdout)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Raises where argparse ignores that nothing can be written."""
+        """Raises an error if nothing can be written; argparse would ignore that."""
         (file or sys.stderr).write(message)
 
     def as_option(self, message: str, keyword: str | None) -> str:
-        """Quotes the keyword that begins a library's message, if this command has an option for it."""
+        """Quotes the keyword that begins a library's message, as an option if this command has one for it."""
         if keyword and flag(keyword) in self._option_string_actions:
             return re.sub(rf"^{keyword}(=\w+)?(?!\w)", r"`\g<0>`", message)
         return message
@@ -128,7 +128,7 @@ def is_advanced(action: argparse.Action) -> bool:
 
 
 def _first_sentence(help: str | None) -> str | None:
-    """The first sentence of a help text, with the default if it is short."""
+    """Returns the first sentence of a help text, with the default if it is short."""
     if help in (None, argparse.SUPPRESS):
         return help
     first = re.split(r"(?<=[^0-9])[.;:] |, such as| \(default", str(help))[0].rstrip(".")
@@ -137,13 +137,13 @@ def _first_sentence(help: str | None) -> str | None:
 
 
 def flag(keyword: str) -> str:
-    """The option for a keyword of the Python API."""
+    """Returns the option for a keyword of the Python API."""
     return "--" + keyword.replace("_", "-")
 
 
 def as_typed(message: str) -> str:
-    """Replaces keywords in a library's message by options: `max_context` by --max-context, `vision=False` by
-    --no-vision, `device='cpu'` by --device cpu."""
+    """Replaces keywords in a library's message with options: `max_context` with --max-context, `vision=False` with
+    --no-vision, `device='cpu'` with --device cpu."""
     def option(found: re.Match[str]) -> str:
         name, value = found.groups()
         if value == "False":
@@ -164,19 +164,19 @@ def clipped(message: str) -> str:
 
 
 ALIASES: Final = {"list": "ls", "show": "inspect"}
-"""Commands of Ollama that work here under the same name."""
+"""Ollama's names for commands that also exist here."""
 _NEED_RANDOM: Final = ("--random", "--layers")
 
 
 def foreign_names() -> dict[str, dict[str, str]]:
-    """Engine -> its name for an option -> the option here, or a sentence; and `Commands` in the same form."""
+    """Returns a table by engine, from its options to ours or to a sentence; and `Commands` in the same form."""
     import tomllib
 
     return tomllib.loads(Path(__file__).with_name("foreign.toml").read_text(encoding="utf-8"))
 
 
 def option_hint(given: str, known: Iterable[str]) -> str | None:
-    """A hint for an unknown option: its name here, or similar names."""
+    """Returns a hint for an unknown option: its name here, or similar names."""
     name = given.partition("=")[0]
     if name in _NEED_RANDOM:
         return f"{name} is for deltic bench and inspect: random weights have no tokenizer, so they cannot talk"
@@ -188,7 +188,7 @@ def option_hint(given: str, known: Iterable[str]) -> str | None:
 
 
 def command_hint(given: str, known: Iterable[str]) -> str | None:
-    """A hint for an unknown command."""
+    """Returns a hint for an unknown command."""
     ours = foreign_names()["Commands"].get(given)
     if ours is None:
         return _did_you_mean(given, known)
@@ -206,12 +206,12 @@ def _did_you_mean(given: str, known: Iterable[str]) -> str | None:
 
 
 def whole(low: int, high: int = 1 << 31) -> Callable[[str], int]:
-    """An integer from `low` to `high`."""
+    """Returns the argument type for an integer from `low` to `high`."""
     return _number(int, low, high, "an integer")
 
 
 def seconds(low: float = 0, high: float = 10**6) -> Callable[[str], float]:
-    """A number of seconds from `low` to `high`."""
+    """Returns the argument type for a number of seconds from `low` to `high`."""
     return _number(float, low, high, "a number of seconds")
 
 
@@ -225,7 +225,7 @@ def _number(kind: Callable[[str], Number], low: Number, high: Number, noun: str)
 
 
 def existing_file(given: str) -> Path:
-    """An existing file or pipe."""
+    """Argument type for an existing file or pipe."""
     try:
         mode = os.stat(given).st_mode
     except (OSError, ValueError):
@@ -238,7 +238,7 @@ def existing_file(given: str) -> Path:
 
 
 def plain_file(given: str) -> Path:
-    """An existing file that can be read more than once."""
+    """Argument type for an existing file that can be read more than once."""
     path = existing_file(given)
     if not path.is_file():
         raise UsageError(f"{show(given)} is a pipe; name a file")
@@ -246,12 +246,12 @@ def plain_file(given: str) -> Path:
 
 
 def json_file(given: str) -> Any:
-    """The value in a JSON file."""
+    """Argument type for the value in a JSON file."""
     return read_json(existing_file(given))
 
 
 def text(given: str) -> str:
-    """Text in UTF-8, also where the locale is not."""
+    """Argument type for text in UTF-8, independent of the locale."""
     if not any("\ud800" <= char <= "\udfff" for char in given):
         return given
     try:
@@ -261,7 +261,7 @@ def text(given: str) -> str:
 
 
 def path_name(given: str) -> str:
-    """The name of a file or directory, which need not exist."""
+    """Argument type for the name of a file or directory, which need not exist."""
     if not given:
         raise UsageError("is empty: name a file or directory")
     return text(given)
@@ -309,7 +309,7 @@ def open_lines(name: str) -> BinaryIO:
 
 
 def numbered_lines(file: BinaryIO, source: str = "") -> Iterator[tuple[int, bytes]]:
-    """Yields each line and its number, from 1. source: such as ` on stdin`, for errors."""
+    """Yields each line with its number, from 1. source: a suffix for errors, such as ` on stdin`."""
     number = 0
     while True:
         number += 1
@@ -334,7 +334,7 @@ def decoded(content: bytes, name: str) -> str:
 
 
 def lock(file: int, path: Path, output: Path) -> None:
-    """Locks the open file of a path. Raises UsageError with the output if another process has locked or replaced it."""
+    """Locks the open file of a path. Raises UsageError for the output if another process has locked or replaced it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_mine = os.path.samestat(os.fstat(file), path.stat())
@@ -345,7 +345,7 @@ def lock(file: int, path: Path, output: Path) -> None:
 
 
 def check_target(given: str, *suffixes: str) -> Path:
-    """Returns the path of a file to write. Raises UsageError without a suffix or the directory."""
+    """Returns the path of a file to write. Raises UsageError if the suffix is wrong or the directory is missing."""
     path = Path(path_name(given))
     if path.suffix.lower() not in suffixes:
         raise UsageError(f"{given} must end in {' or '.join(suffixes)}")
@@ -363,7 +363,7 @@ def check_absent(paths: Iterable[Path], force: bool) -> None:
 
 
 def replace_file(path: Path, content: str, mode: int) -> None:
-    """Replaces a file as a whole, or leaves it as it is. Raises UsageError with the path."""
+    """Replaces a file as a whole, or leaves it unchanged. Raises UsageError that names the path."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Standard streams and signals of a command."""
+"""Standard streams and signals of a command's process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Terminated(BaseException):
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt and SIGTERM raises Terminated, so that everything is closed on the way out.
+    """Makes SIGINT raise KeyboardInterrupt and SIGTERM raise Terminated, so that everything is closed on the way out.
 
     A signal during an import waits until the module is loaded, unless a second signal arrives: some libraries report
     that they are broken when an exception interrupts their import, others swallow the exception.
@@ -43,7 +43,7 @@ def signals_raise() -> Iterator[None]:
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
     handlers = {signal.SIGINT: handle, signal.SIGTERM: handle, signal.SIGALRM: retry}
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # true in a shell's background job
         del handlers[signal.SIGINT]
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -80,12 +80,12 @@ class Interruption:
 
 
 def open_closed_streams() -> None:
-    """Points closed standard streams to /dev/null; otherwise the next opened file would get their number."""
+    """Opens closed standard streams as /dev/null; otherwise the next opened file would get their number."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+            os.open(os.devnull, os.O_RDWR)  # opens with the lowest free number
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115

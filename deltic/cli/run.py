@@ -68,7 +68,7 @@ def run_run(args: argparse.Namespace) -> int:
     with open_llm(args) as llm:
         load_ms = round((time.perf_counter() - started) * 1e3, 3)
         if prompt is None:
-            prompt = _read_prompt("-")  # after loading, so that a wrong model is reported first
+            prompt = _read_prompt("-")  # read after loading, so that a wrong model is reported first
         return _answer(llm, args, lambda: _ask(llm, args, prompt, sampling), load_ms)
 
 
@@ -85,7 +85,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def model_and_prompt(first: str | None, second: str | None) -> tuple[str | None, str | None]:
-    """Tells model and prompt apart. Without a prompt it comes from stdin, or a chat begins.
+    """Separates model and prompt. If the prompt is missing, it is read from stdin, or a chat begins.
 
     A single word is the model if it can only be meant as one, else the prompt for the embedded model.
     """
@@ -103,13 +103,13 @@ def model_and_prompt(first: str | None, second: str | None) -> tuple[str | None,
 
 
 def _is_model(word: str) -> bool:
-    """True for the path of a model, also of an incomplete one such as an adapter or an unfinished download."""
+    """Returns True for the path of a model, even an incomplete one such as an adapter or an unfinished download."""
     try:
         path = Path(word)
         if path.is_dir():
             return bool(kind_of(path)) or any(next(path.glob(name), None) for name in _MODEL_FILES)
         return path.is_file() and (path.suffix.lower() in (".gguf", ".pte") or is_gguf(path))
-    except (OSError, ValueError):  # not a path at all, such as a long prompt
+    except (OSError, ValueError):  # not a path at all, for example a long prompt
         return False
 
 
@@ -118,7 +118,7 @@ def on_terminal() -> bool:
 
 
 def _stdin_is_piped() -> bool:
-    """True if stdin is a pipe, a file or a socket; a service has /dev/null there."""
+    """Returns True if stdin is a pipe, a file or a socket. In a service, stdin is /dev/null."""
     mode = _stdin_mode()
     return mode is not None and (stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode))
 
@@ -131,7 +131,7 @@ def _stdin_mode() -> int | None:
 
 
 def _read_prompt(given: str) -> str:
-    """The prompt; for `-` all of stdin without the newline at its end."""
+    """Returns the prompt. For `-`, returns all of stdin without the newline at its end."""
     if given != "-":
         prompt = given
     else:

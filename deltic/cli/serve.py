@@ -1,4 +1,4 @@
-"""`deltic serve`: models over HTTP."""
+"""`deltic serve`: serves models over HTTP."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _KEY_VARIABLE = "DELTIC_API_KEY"
 _HOST, _PORT = "127.0.0.1", 8000
 _ENCODER_OPTIONS = ("device", "threads", "cpu_level", "limits")
 """Engine options that --embedding-model shares with MODEL."""
-_MEMORY_SHARE = 0.9  # of the free memory, for all models
-_CACHE_SHARE = 0.5  # of that, for their caches
+_MEMORY_SHARE = 0.9  # share of the free memory, for all models
+_CACHE_SHARE = 0.5  # share of that, for their caches
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -192,7 +192,7 @@ def _tls(args: argparse.Namespace) -> SSLContext | None:
 
 
 def _keys(args: argparse.Namespace) -> dict[str, str | None]:
-    """API keys with the names of their owners."""
+    """Returns the API keys with the names of their owners."""
     given = args.api_key
     if not all(given):
         raise UsageError("--api-key is empty: leave it out for a server without keys")
@@ -215,7 +215,7 @@ def request_log_of(args: argparse.Namespace) -> RequestLog | None:
 
 
 def is_for_chat(args: argparse.Namespace) -> bool:
-    """True if MODEL is served for chat, False if it is an encoder."""
+    """Returns True if MODEL is served for chat, False if it is an encoder."""
     several = loads_on_demand(args)
     if args.task != "auto" or not args.model:
         for_chat = args.task in ("auto", "chat")
@@ -244,7 +244,7 @@ def _refuse_chat_options(args: argparse.Namespace) -> None:
 
 @contextmanager
 def encoders_of(args: argparse.Namespace, for_chat: bool) -> Iterator[list[EmbeddingService]]:
-    """Loads the encoders: MODEL, unless it is for chat, and those beside it."""
+    """Loads the encoders: MODEL, unless it is for chat, and the models of --embedding-model."""
     given = options.engine_options(args)
     shared = {name: value for name, value in given.items() if name in _ENCODER_OPTIONS}
     with ExitStack() as stack:
@@ -281,12 +281,12 @@ def _chat_models(args: argparse.Namespace) -> LLM | ModelSet:
 
 
 def prepare_llm(args: argparse.Namespace, llm: LLM) -> None:
-    """Does what the first request should not have to wait for."""
+    """Does slow preparations in advance, so that the first request does not wait for them."""
     for line in llm.runtime.memory.notes if llm.runtime.options.on_gpu else ():
         note(line)
     for path, prompt in args.pin_prompt:
         note(f"pinned {llm.pin(**prompt):,} tokens of {path}")
-    with suppress(DelticError, ImportError):  # a request that needs a grammar gets the error
+    with suppress(DelticError, ImportError):  # if this fails, the request that needs a grammar gets the error
         llm.chat_processor.grammars.warm()
 
 
@@ -308,7 +308,7 @@ def loads_on_demand(args: argparse.Namespace) -> bool:
 
 
 def _model_set(args: argparse.Namespace) -> ModelSet:
-    """The models that the arguments name, not loaded yet."""
+    """Returns the models that the arguments name, without loading them."""
     options.refuse({"--lora": args.lora, "--lora-dir": args.lora_dir},
                    "{} is for one model: leave out --model, --idle-unload and --models-memory")
     from deltic.engine.arguments import settled
@@ -335,7 +335,7 @@ def _model_set(args: argparse.Namespace) -> ModelSet:
         own = argparse.Namespace(**{**vars(args), "model": model})
         own.revision = args.revision if model == args.model else None
         if config.packed_weights == "on" and any(is_gguf) and not gguf:
-            own = options.without(own, "packed_weights")  # meant for the GGUF files among the models
+            own = options.without(own, "packed_weights")  # this option is meant for the GGUF files among the models
         load = partial(_load, own, cache)
         sources.append(ModelSource(name, load, stored_bytes(path) + cache, () if sources else aliases))
     return ModelSet(tuple(sources), config.limits, memory, args.idle_unload)
@@ -364,7 +364,7 @@ def _load(args: argparse.Namespace, cache: int) -> LLM:
 
 
 def stored_bytes(path: Path) -> int:
-    """Bytes of a model's weights on disk, an estimate for those in memory."""
+    """Returns the bytes of a model's weights on disk, as an estimate of their bytes in memory."""
     if path.is_dir():
         folder, patterns = path, ["*.safetensors", "pytorch_model*.bin"]
     else:
@@ -373,14 +373,14 @@ def stored_bytes(path: Path) -> int:
 
 
 def _mode(given: str) -> int:
-    """The mode of a file, as chmod takes it."""
+    """Argument type for the mode of a file, as chmod takes it."""
     if not re.fullmatch("0?[0-7]{3}", given):
         raise UsageError(f"must be three octal digits such as 660, not {given[:40]!r}")
     return int(given, 8)
 
 
 def _named_model(given: str) -> tuple[str, str]:
-    """NAME=MODEL."""
+    """Argument type for NAME=MODEL."""
     name, equals, model = text(given).partition("=")
     if not (name and equals and model):
         raise UsageError(f"must be NAME=MODEL, not {given[:80]!r}; the only model of a server is named "
@@ -389,7 +389,7 @@ def _named_model(given: str) -> tuple[str, str]:
 
 
 def _named_lora(given: str) -> tuple[str, str]:
-    """NAME=PATH."""
+    """Argument type for NAME=PATH."""
     name, equals, path = text(given).partition("=")
     if not (name and equals and path):
         raise UsageError(f"must be NAME=PATH, not {given[:80]!r}")
@@ -404,7 +404,7 @@ def _size(given: str) -> int | str:
 
 
 def _prompt_to_pin(given: str) -> tuple[Path, dict[str, Any]]:
-    """A file with a system message, or with the system messages and tools of a request; as arguments of LLM.pin."""
+    """Argument type for a file with a system message, or with a request's system messages and tools, for LLM.pin."""
     path = existing_file(given)
     if path.suffix != ".json":
         return path, {"messages": [{"role": "system", "content": read_text(path)}]}

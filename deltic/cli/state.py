@@ -1,4 +1,4 @@
-"""`deltic state`: prefixes of conversations as files."""
+"""`deltic state`: saves and loads prefixes of conversations as files."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _export(args: argparse.Namespace) -> list[SavedState]:
 
 
 def _prompt(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """The prompt of a file, and options of `LLM.save_state`."""
+    """Returns the prompt in a file, and options of `LLM.save_state`."""
     path = existing_file(args.source)
     if args.raw:
         return read_text(path), {}

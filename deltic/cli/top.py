@@ -1,4 +1,4 @@
-"""`deltic top`: what a server and its replicas do, from their metrics."""
+"""`deltic top`: the activity of a server and its replicas, from their metrics."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 _EVERY: Final = 1.0
 _RECENT: Final = 60.0
-"""Seconds between two views, and seconds that reuse and first tokens look back."""
+"""Seconds between two views, and the period in seconds for reuse and times to first token."""
 _AROUND: Final = 10
-"""Lines of a view that are not rows."""
+"""Number of lines of a view that are not rows."""
 _WIDEST: Final = 40
-"""Characters of a name."""
+"""Maximum number of characters of a name."""
 _SAMPLE: Final = re.compile(
     r"deltic_(build_info|requests_running|requests_waiting|prompt_tokens_computed_total|prompt_tokens_reused_total|"
     r"generated_tokens_per_second|time_to_first_token_seconds_bucket|cache_bytes|cache_budget_bytes)"
@@ -78,7 +78,7 @@ class Figures:
     samples: Mapping[tuple[str, Labels], float]
 
     def by_source(self) -> dict[tuple[str, str], Figures]:
-        """Returns the samples of each model of each replica; the name of a replica is empty on a single server."""
+        """Returns the samples of each model of each replica. On a single server the replica's name is empty."""
         found: dict[tuple[str, str], dict[tuple[str, Labels], float]] = defaultdict(dict)
         for (name, labels), value in self.samples.items():
             known = dict(labels)
@@ -87,7 +87,7 @@ class Figures:
         return {source: Figures(found[source]) for source in sorted(found)}
 
     def since(self, before: Figures) -> Figures:
-        """Returns what counters have counted since then. If one is lower now, all have begun again."""
+        """Returns the increase of each counter since then. If one is lower now, all have restarted."""
         old = {key: value for key, value in before.samples.items() if key[0].endswith(_COUNTERS)}
         gained = {key: value - old.get(key, 0.0) for key, value in self.samples.items()}
         return self if any(gained[key] < 0 for key in old.keys() & gained.keys()) else Figures(gained)
@@ -104,16 +104,16 @@ class Figures:
         return dict(found)
 
     def first_tokens(self) -> list[tuple[float, float]]:
-        """Returns the seconds to the first token, as bounds with the number of requests up to each."""
+        """Returns the histogram of seconds to the first token: bounds, each with the number of requests up to it."""
         counts = self.sums("time_to_first_token_seconds_bucket", "le")
         return sorted((float(bound), count) for bound, count in counts.items())
 
 
 def read_figures(client: ServerClient) -> Figures:
-    """Raises UsageError if the server cannot be reached, is not deltic's or wants a key."""
+    """Returns the server's metrics. Raises UsageError if it cannot be reached, is not deltic's or requires a key."""
     def read(content: bytes) -> Figures:
         found = Figures(dict(_samples(content.decode())))
-        found.first_tokens()  # raises ValueError for bounds that are no numbers
+        found.first_tokens()  # raises ValueError for bounds that are not numbers
         return found
 
     found = client.ask("/metrics", read)
@@ -132,7 +132,7 @@ def _samples(page: str) -> Iterator[tuple[tuple[str, Labels], float]]:
 
 
 def _name(escaped: str) -> str:
-    """Returns the value of a label. The name of a model must not control the terminal."""
+    """Returns the value of a label. A model's name must not be able to control the terminal."""
     text = re.sub(r"\\(.)", lambda found: {"n": "\n"}.get(found[1], found[1]), escaped)
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
@@ -141,7 +141,7 @@ def _name(escaped: str) -> str:
 
 
 def status_of(now: Figures, before: Figures | None = None) -> Json:
-    """Returns the figures of each replica, and of all. before: the figures a minute ago."""
+    """Returns the figures of each replica and of all together. before: the figures a minute ago."""
     known = before.by_source() if before else {}
     rows = [{"replica": replica or None, "model": model, **_facts(figures, known.get((replica, model)))}
             for (replica, model), figures in now.by_source().items()]
@@ -165,7 +165,7 @@ def _facts(now: Figures, before: Figures | None) -> Json:
 
 
 def _quantiles(buckets: list[tuple[float, float]]) -> dict[str, int | None]:
-    """Returns the milliseconds within which half and 95 % of the requests had their first token, rounded up to the
+    """Returns the milliseconds within which 50 % and 95 % of the requests had their first token, rounded up to the
     bound of a bucket; None above the last bound. Empty without requests."""
     requests = buckets[-1][1] if buckets else 0
     found = {}
@@ -183,7 +183,7 @@ def _prompt_tokens(figures: Figures) -> float:
 
 
 def table_of(status: Json) -> list[Json]:
-    """Returns a row for each replica and model; the first one of several sums them up."""
+    """Returns a row for each replica and model. If there are several, the first row sums them up."""
     rows = status["replicas"]
     names = [name for name in ("replica", "model") if len({row[name] for row in rows}) > 1]
     names = names or ["replica" if rows and rows[0]["replica"] else "model"]
@@ -223,7 +223,7 @@ def _no_model(client: ServerClient) -> str:
 
 
 def _watch(client: ServerClient, now: Figures) -> None:
-    """Shows the status until an exception ends it. An error of the server is shown below the last table."""
+    """Shows the status until an exception ends it. A server error is shown below the last table."""
     from rich.console import Console
     from rich.live import Live
 

@@ -1,12 +1,11 @@
 """Defers the parts of torch that answering on a CPU does not need: most of the time and memory of `import torch`.
 
-`import torch` runs 770 modules, among them those of compilation, export, training and quantization. Here a module of
-DEFERRED is registered without running. The first use of an attribute of any of them runs them all, in the order of an
-ordinary import, because torch's modules import each other in circles.
+`import torch` runs 770 modules, among them those for compilation, export, training and quantization. This module
+registers each module in DEFERRED without running it. The first use of an attribute of any of them runs them all, in the
+order of an ordinary import, because torch's modules import each other in circles.
 
-Only `deltic run` does this, because its process is deltic's own and short, and only with a build of torch for CPUs and
-of a version that was tested: C++ code of torch that initializes a static variable from a deferred module would wait
-for itself.
+Only `deltic run` does this, because its process is deltic's own and short. It requires a CPU build of torch in a tested
+version: C++ code of torch that initializes a static variable from a deferred module would wait for itself.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ DEFERRED = ("torchgen.model", "unittest.mock", *(f"torch.{name}" for name in (
     "_storage_docs", "_subclasses", "_tensor_docs", "_torch_docs", "ao", "compiler", "distributions", "export", "fft",
     "func", "fx", "hub", "jit", "linalg", "masked", "mps", "mtia", "nested", "nn", "optim", "package", "profiler",
     "quantization", "signal.windows", "special", "testing", "utils.data", "xpu")))
-"""With all modules below them."""
+"""Modules that are deferred, with all modules below them."""
 _AT_ONCE = ("torch.fx.experimental._sym_dispatch_mode", "torch.fx.experimental.sym_node", "torch.nn.parameter",
             "torch.package._mangling")
 """Modules that torch needs while it is imported, although their package is deferred."""
 _REEXPORTED = {"torch._higher_order_ops": ("cond", "while_loop"), "torch.func": ("vmap",), "torch._lobpcg": ("lobpcg",)}
-"""Functions that torch's own namespace takes over."""
+"""Functions that torch copies into its own namespace, by module."""
 _TESTED = ("2.13.",)
-"""The beginnings of torch's versions with which `tests/test_cli_start.py` passed."""
+"""Prefixes of the torch versions with which `tests/test_cli_start.py` passed."""
 _PENDING, _FINDER = "_deltic_pending", "_deltic_finder"
-"""Attributes of deferred modules: the loader of one that has not run, the finder of one that has not ended."""
+"""Attributes of deferred modules: the loader, until a module starts to run; the finder, until it has run."""
 _GPU_LIBRARIES = ("*torch_cuda*", "*torch_hip*", "*torch_xpu*")
 
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """For the imports of a command that answers once. No effect if torch is imported already.
+    """Defers torch's modules in the imports of a command that answers once. No effect if torch is already imported.
 
-    Garbage is not collected meanwhile, and what the imports have made is not looked at later: it stays.
+    Garbage collection is off meanwhile, and objects that the imports have made are excluded from later collections.
     """
     if "torch" in sys.modules:
         yield
@@ -90,7 +89,7 @@ class _Finder(MetaPathFinder):
         return spec
 
     def run_all(self) -> None:
-        """Runs every deferred module, and ends deferring."""
+        """Runs every deferred module, and stops deferring."""
         with self.lock:
             self.active = False
             for module in self.modules:
@@ -100,7 +99,7 @@ class _Finder(MetaPathFinder):
                 torch.jit._builtins._register_builtin(operator, name)
             for module_name, names in _REEXPORTED.items():
                 for name in names:
-                    if hasattr(torch, name):  # else torch is still being imported, and takes it itself
+                    if hasattr(torch, name):  # if not, torch is still being imported, and sets it itself
                         setattr(torch, name, getattr(sys.modules[module_name], name))
 
 
@@ -122,7 +121,7 @@ class _DeferringLoader(Loader):
 
 
 class _Deferred(ModuleType):
-    """A module that runs as soon as an attribute is missed. Other threads wait until it has run."""
+    """A module that runs when a missing attribute is accessed. Other threads wait until it has run."""
 
     def __getattr__(self, name: str) -> Any:
         # interpreter and libraries look for special names in all modules, and most modules lack them
@@ -133,12 +132,12 @@ class _Deferred(ModuleType):
             if finder.active:
                 finder.run_all()
             else:
-                _run(self)  # another deferred module, which runs now, imports this one
+                _run(self)  # the module is imported by another deferred module that is running now
         return ModuleType.__getattribute__(self, name)
 
 
 def _run(module: ModuleType) -> None:
-    """Runs a deferred module, which is an ordinary one afterwards."""
+    """Runs a deferred module. Afterwards it is an ordinary module."""
     if loader := vars(module).pop(_PENDING, None):
         loader.exec_module(module)
         del vars(module)[_FINDER]
@@ -150,7 +149,7 @@ def _is_deferred(name: str) -> bool:
 
 
 def _placeholders(module: _Deferred, builtins: _JitBuiltins) -> dict[str, Any]:
-    """What torch takes from a deferred module while it is imported."""
+    """Returns the attributes that torch reads from a deferred module while torch is imported."""
     name = module.__name__
     placeholders: dict[str, Any] = {function: _calling(module, function) for function in _REEXPORTED.get(name, ())}
     if name == "torch.fx.operator_schemas":
@@ -169,7 +168,7 @@ def _calling(module: _Deferred, name: str) -> Callable[..., Any]:
 
 
 class _JitBuiltins:
-    """Stands for `torch.jit._builtins`, which TorchScript knows operators by."""
+    """Stands in for `torch.jit._builtins`, with which TorchScript recognizes operators."""
 
     def __init__(self) -> None:
         self.operators: list[tuple[Any, str]] = []

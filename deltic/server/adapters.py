@@ -1,6 +1,6 @@
-"""Adapters (LoRA) that clients load and unload while the server runs, in the forms of vLLM.
+"""LoRA adapters that clients load and unload while the server runs, with vLLM's request formats.
 
-Clients name directories below one that the server's operator names.
+Clients name directories below a directory that the server's operator configures.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deltic.server.routing import ApiRoute, Check
 
 
 class LoadAdapterRequest(Fields):
-    """The body of /v1/load_lora_adapter. load_inplace: an adapter of this name may be replaced."""
+    """The body of /v1/load_lora_adapter. load_inplace: replace an adapter of this name if there is one."""
 
     model: str | None = None
     lora_name: str
@@ -33,7 +33,7 @@ class LoadAdapterRequest(Fields):
 
 
 class UnloadAdapterRequest(Fields):
-    """The body of /v1/unload_lora_adapter. lora_int_id: vLLM's number of an adapter, which has no effect."""
+    """The body of /v1/unload_lora_adapter. lora_int_id: vLLM's number of the adapter; it has no effect."""
 
     model: str | None = None
     lora_name: str
@@ -41,7 +41,7 @@ class UnloadAdapterRequest(Fields):
 
 
 def routes(models: ModelRegistry, directory: Path | None, check: Check) -> list[Route]:
-    """directory: None if clients may load and unload nothing."""
+    """Returns the routes for adapters. directory: None if clients may not load or unload any."""
     endpoints = _AdapterEndpoints(models, directory)
     return [ApiRoute("/v1/load_lora_adapter", endpoints.load, check, body=LoadAdapterRequest),
             ApiRoute("/v1/unload_lora_adapter", endpoints.unload, check, body=UnloadAdapterRequest)]
@@ -52,7 +52,7 @@ class _AdapterEndpoints:
     models: ModelRegistry
     directory: Path | None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """One adapter at a time is read."""
+    """Lock so that only one adapter is read at a time."""
 
     async def load(self, request: Request) -> Response:
         directory = self._allowed()
@@ -79,7 +79,7 @@ class _AdapterEndpoints:
 
 
 def _path(directory: Path, served: ServedModel, body: LoadAdapterRequest) -> Path:
-    """Returns the directory that a body names, which must lie below the server's own."""
+    """Returns the adapter directory that a body names. It must lie below the server's adapter directory."""
     given = valid_text(body.lora_path, "lora_path")
     try:
         found = (directory / given).resolve()

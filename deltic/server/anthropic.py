@@ -1,4 +1,4 @@
-"""Anthropic's messages, translated to chat requests and back, and their token counts."""
+"""Anthropic's messages and token counts: requests become chat requests, and answers are translated back."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _KNOWN: Final = {
 
 Json = dict[str, Any]
 Names = dict[str, str]
-"""What the client calls our fields."""
+"""Maps field names of a chat request to the client's names."""
 
 
 def routes(models: ModelRegistry, check: Check) -> list[Route]:
@@ -103,7 +103,7 @@ async def _stream(run: GenerationStream, first: Json, content: BlockEvents, cont
 
 
 def _usage(usage: Usage) -> Json:
-    """Returns the `usage` of an answer. What is kept for later costs nothing and is not counted."""
+    """Returns the `usage` of an answer. Tokens that are kept for later cost nothing and are not counted."""
     return {"input_tokens": usage.prompt_tokens - usage.cached_tokens, "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage.cached_tokens, "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens}}
@@ -115,7 +115,7 @@ def _message(model: str, usage: Usage, content: Iterable[Json], stop: Json) -> J
 
 
 def _stop_fields(choice: Choice, context: int) -> Json:
-    """Returns why an answer ended. context: tokens that the model's context holds."""
+    """Returns the fields that give the reason why an answer ended. context: the model's context length in tokens."""
     if choice.stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop}
     reason = _REASONS[choice.finish]
@@ -140,7 +140,7 @@ def _blocks_of(said: Iterable[Delta], shows_thinking: bool) -> Iterator[Json]:
 
 
 class BlockEvents:
-    """Returns the content of an answer as events."""
+    """Turns the content of an answer into events."""
 
     def __init__(self, shows_thinking: bool) -> None:
         self._shows_thinking, self._index = shows_thinking, -1
@@ -179,7 +179,7 @@ class BlockEvents:
 
 
 def signature(thoughts: str) -> str:
-    """Returns a stand-in for a signature. It is not checked: thinking is recognized by its text."""
+    """Returns a stand-in for a signature. Signatures are not verified: thinking is recognized by its text."""
     return "deltic-" + blake2b(thoughts.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
@@ -201,7 +201,7 @@ def _call(deltas: Sequence[Delta]) -> Json:
 
 
 def _input(deltas: Sequence[Delta]) -> Any:
-    """Returns the arguments of a call; of a call that was cut, those that are complete."""
+    """Returns the arguments of a tool call. If the call was cut off, only the complete arguments are returned."""
     text = "".join(delta.call.arguments for delta in deltas if delta.call)
     return from_json(text or "{}", allow_partial=True)
 
@@ -233,7 +233,7 @@ class CountRequest(SaltedFields):
         return (self.thinking or {}).get("display") != "omitted"
 
     def chat(self) -> tuple[ChatRequest, Names]:
-        """Returns the chat request that means the same, and what the client calls its fields."""
+        """Returns the equivalent chat request, and the client's names of its fields."""
         names = Names({
             "max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config",
             "response_format.json_schema": "output_config.format", "reasoning_effort": "output_config.effort",
@@ -253,8 +253,8 @@ class CountRequest(SaltedFields):
         return ChatRequest(**fields), names
 
     def _thinking(self) -> Json:
-        """Without the field there is no thinking, as Anthropic's clients expect, unless the template's variable asks
-        for it."""
+        """Returns the fields of a chat request for the thinking. Without the `thinking` field, thinking is off, as
+        Anthropic's clients expect, unless the template's variable asks for it."""
         if self.thinking is None and "enable_thinking" in (self.chat_template_kwargs or {}):
             return {}
         given = self.thinking or {"type": "disabled"}
@@ -338,11 +338,11 @@ def _function(tool: Any, path: str) -> Json:
 
 
 Placed = list[tuple[Json, str]]
-"""Blocks with their paths in the request."""
+"""Content blocks with their paths in the request."""
 
 
 class _Translation:
-    """Translates messages. names: gets what the client calls the messages, parts and calls of the chat request."""
+    """Translates messages. names: gets the client's names of the chat request's messages, parts and calls."""
 
     def __init__(self, names: Names) -> None:
         self._names = names
@@ -368,7 +368,7 @@ class _Translation:
             self._user(_blocks(content, place), path)
 
     def _add(self, path: str, message: Json, content: str | Placed, content_path: str | None = None) -> str:
-        """Adds a message; returns its name in the chat request."""
+        """Adds a message. Returns its name in the chat request."""
         own = f"messages[{len(self._found)}]"
         self._names[own] = path
         if content_path:
@@ -380,7 +380,7 @@ class _Translation:
         return own
 
     def _user(self, blocks: Placed, path: str) -> None:
-        """Adds a message of the user. The results of tools become messages of their own."""
+        """Adds a user message. Tool results become separate messages."""
         parts = Placed()
         for block, place in blocks:
             if block["type"] != "tool_result":
@@ -427,12 +427,12 @@ class _Translation:
 
 
 def _text(content: Any, path: str) -> str | Placed:
-    """Returns a text, or its blocks with blank lines between them."""
+    """Returns a text, or its blocks separated by blank lines."""
     return content if isinstance(content, str) else _spaced(_blocks(content, path))
 
 
 def _with_images(parts: Placed) -> Placed:
-    """Returns blocks as they are if there are images among them, else with blank lines between them."""
+    """Returns the blocks unchanged if they contain images, else separated by blank lines."""
     return parts if any(block["type"] == "image" for block, _ in parts) else _spaced(parts)
 
 

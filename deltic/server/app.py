@@ -53,9 +53,9 @@ __all__ = ["AppOptions", "ModelSet", "ModelSource", "RequestLog", "create_app", 
            "listen_unix", "serve", "serve_encoders", "tls_context"]
 
 DRAIN_SECONDS: Final = 30.0
-"""Seconds for running requests when the server is asked to end."""
+"""Seconds that running requests get to finish when the server shuts down."""
 _MOST_PARTS: Final = 8
-"""Parts of an unknown path that are compared with known paths."""
+"""Number of segments of an unknown path that are compared with known paths."""
 
 
 class AppOptions(TypedDict, total=False):
@@ -83,14 +83,14 @@ _DEFAULTS: Final[AppOptions] = {
 def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     """Returns an ASGI application that serves a model, or a set of models that are loaded on demand.
 
-    served_name: the model's name for clients. api_keys: keys that clients must send, and their owners' names; a key
-    without a name (None) has an owner of its own. share_prefix_cache: owners share cached prefixes. cors_origins: web
-    pages that may use the server ("*": all). allowed_hosts: names of the server ("*": all). stuck_after: seconds
-    without progress after which /health fails. lenient: ignore fields that would be refused. request_log: gets a line
-    for each request, and is closed at the end. encoders: models of vectors and scores.
-    state_dir: a directory in which clients may save prefixes, and from which they load them.
-    lora_dir: a directory below which clients may name adapters to load.
-    Limits of connections are enforced by `serve`. ConfigError if the options do not fit together.
+    served_name: the model's name for clients. api_keys: keys that clients must send, mapped to their owners' names;
+    each key without a name (None) is its own owner. share_prefix_cache: owners share cached prefixes. cors_origins:
+    origins of web pages that may use the server ("*": all). allowed_hosts: accepted host names ("*": all). stuck_after:
+    seconds without progress after which /health fails. lenient: ignore fields that would be refused. request_log: gets
+    a line for each request, and is closed at the end. encoders: models for embeddings and reranking scores. state_dir:
+    directory for prefixes that clients save and load. lora_dir: directory below which clients may name adapters to
+    load.
+    Limits on connections are enforced by `serve`. Raises ConfigError if the options contradict each other.
     """
     given = _with_defaults(options)
     models = llm if isinstance(llm, ModelSet) else only(llm, given["served_name"] or public_name(llm), names_of(llm))
@@ -135,7 +135,7 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
 
 def create_encoder_app(services: Sequence[EmbeddingService], limits: Limits, **options: Unpack[AppOptions]
                        ) -> Starlette:
-    """Returns an ASGI application that serves models of vectors and scores alone. options: as in `create_app`."""
+    """Returns an ASGI application that serves embedding and reranking models only. options: as in `create_app`."""
     given = _with_defaults(options)
     check, log = _check_of(given), given["request_log"]
     records, reader = _records(limits, log), BodyReader(limits, given["lenient"])
@@ -212,7 +212,7 @@ def _application(routes: list[Route], records: ActiveRequests, options: AppOptio
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Several kinds of requests that are drained together."""
+    """Groups several kinds of requests so that they are drained together."""
 
     parts: tuple[Draining, ...]
 
@@ -234,8 +234,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _known_path(request: Request) -> str | None:
-    """Returns the path that a client with a wrong base URL means: without a slash at its end, with /v1 missing or
-    twice, or with another server's path before it."""
+    """Returns the known path that a client with a wrong base URL probably meant. Handles a trailing slash, a missing or
+    doubled /v1, and another server's path prefix."""
     parts = [part for part in request.url.path.split("/") if part][:_MOST_PARTS]
     for start in range(len(parts)):
         for prefix in ("/v1/", "/"):
@@ -252,12 +252,12 @@ def _print(line: str) -> None:
 def serve(llm: LLM | ModelSet, host: str = "127.0.0.1", port: int = 8000, *, listener: socket.socket | None = None,
           tls: SSLContext | None = None, drain_seconds: float = DRAIN_SECONDS, on_ready: Callable[[str], None] = _print,
           **options: Unpack[AppOptions]) -> None:
-    """Serves a model, or several, until Ctrl-C or SIGTERM.
+    """Serves one or several models until Ctrl-C or SIGTERM.
 
     listener: from `listen` or `listen_unix`, which claim an address before the model is loaded. tls: from
-    `tls_context`. drain_seconds: for running requests at the end. on_ready: gets a line with the URL. allowed_hosts: as
-    in `create_app`; by default localhost if only this machine can reach the server, else all names.
-    ConfigError if the address cannot be used.
+    `tls_context`. drain_seconds: time for running requests at shutdown. on_ready: gets a line with the URL.
+    allowed_hosts: as in `create_app`; by default localhost if only this machine can reach the server, else all names.
+    Raises ConfigError if the address cannot be used.
     """
     listener = listener or listen(host, port)
     try:
@@ -273,14 +273,14 @@ def serve(llm: LLM | ModelSet, host: str = "127.0.0.1", port: int = 8000, *, lis
         listener.close()
         if not isinstance(llm, ModelSet):
             llm.close()
-        if log := options.get("request_log"):  # a second signal skips the lifespan's end
+        if log := options.get("request_log"):  # a second signal skips the end of the lifespan
             log.close()
 
 
 def serve_encoders(services: Sequence[EmbeddingService], limits: Limits, host: str, listener: socket.socket, *,
                    tls: SSLContext | None, drain_seconds: float, on_ready: Callable[[str], None],
                    **options: Unpack[AppOptions]) -> None:
-    """Serves models of vectors and scores alone. Arguments as in `serve`."""
+    """Serves embedding and reranking models only. Arguments as in `serve`."""
     try:
         options["allowed_hosts"] = hosts_of(listener, options.get("allowed_hosts", ()), host)
         app, url = create_encoder_app(services, limits, **options), url_of(listener, tls is not None)

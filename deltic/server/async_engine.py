@@ -1,7 +1,7 @@
-"""The engine's worker for an event loop: requests go to the worker's inbox, each step's events come back in one call.
+"""Connects the engine's worker to an event loop: requests enter its inbox, and a step's events return in one call.
 
-The engine belongs to the worker's thread, handles belong to the loop; nothing else is shared. The worker may have other
-users at the same time.
+The engine belongs to the worker's thread and handles belong to the loop; nothing else is shared. The worker may serve
+other callers at the same time.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ log = logging.getLogger("deltic")
 STUCK_AFTER: Final = 60.0
 """Seconds without a finished step after which the engine counts as stuck. The first large step may be slow."""
 TURN: Final = 32
-"""Events that a reader gets at once, so that it does not hold up the event loop."""
+"""Number of events that a reader gets at once; more would hold up the event loop."""
 _PACES: Final = 32
-"""Waits by which the wait of a new request is estimated."""
+"""Number of recent waits from which the wait of a new request is estimated."""
 _REST: Final = 8
-"""Readers rest for this many times as long as writing took."""
+"""Readers rest for this multiple of the time that writing took."""
 _LONGEST_REST: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """fault: why the engine makes no progress. draining: it accepts no more requests. requests: unfinished ones."""
+    """fault: why the engine makes no progress. draining: it accepts no more requests. requests: unfinished requests."""
 
     fault: str | None
     draining: bool
@@ -47,29 +47,29 @@ class Health:
 
 
 class RemotePrefill(Protocol):
-    """Lets other processes compute prompts, which come back through a tier of the cache. outcomes: counts of them."""
+    """Lets other processes compute prompts, which return through a tier of the cache. outcomes: counts by outcome."""
 
     outcomes: Mapping[str, int]
 
     def order(self, request: EngineRequest) -> Any:
-        """Returns what `compute` needs, or None if the prompt is better computed here. For the worker's thread."""
+        """Returns the input of `compute`, or None to compute the prompt here. Called in the worker's thread."""
 
     async def compute(self, order: Any) -> None:
-        """Returns once the prompt is in the tier, or cannot be. Is cancelled if the request ends before."""
+        """Returns once the prompt is in the tier or has failed to get there. Cancelled if the request ends before."""
 
 
 class RequestHandle:
-    """Iterates over the events of some requests. Close it when they are not needed any more.
+    """Iterates over the events of one or more requests. Close it when they are no longer needed.
 
-    If a reader stays away because its client does not read, its requests pause at `max_unread_tokens` events, and free
+    If the reader stops because its client does not read, the requests pause at `max_unread_tokens` events and free
     their state slots. They resume when the reader has read half of the events. After `unread_seconds` they end.
     """
 
     def __init__(self, requests: Sequence[EngineRequest], limits: Limits, *, before: int = 0,
                  abort: Callable[[RequestHandle], None], pause: Callable[[RequestHandle, bool], None],
                  on_unread: Callable[[], None] = lambda: None) -> None:
-        """before: waiting requests that go first. abort: drops what is not finished. pause: pauses or resumes the
-        requests in the engine. on_unread: called if they end because they are not read."""
+        """before: waiting requests that go first. abort: drops the unfinished requests. pause: pauses or resumes the
+        requests in the engine. on_unread: called if the requests end because they are not read."""
         self.asked = tuple(requests)
         self.requests = tuple(request.id for request in requests)
         self.client, self.before = requests[0].client, before
@@ -80,9 +80,9 @@ class RequestHandle:
         """Time of the first token, by time.perf_counter."""
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.held = False
-        """True while the requests pause."""
+        """True while the requests are paused."""
         self.remote: set[asyncio.Task[None]] = set()
-        """Prompts that other processes compute. Their requests pause meanwhile."""
+        """Tasks in which other processes compute prompts. The requests of these prompts pause meanwhile."""
         self._left = {request.id: request.choices for request in requests}
         self._begun: set[tuple[str, int]] = set()
         self._limits = limits
@@ -97,27 +97,27 @@ class RequestHandle:
 
     @property
     def open(self) -> bool:
-        """True until all requests have ended."""
+        """Returns True while any of the requests is unfinished."""
         return bool(self._left)
 
     @property
     def unread(self) -> int:
-        """Events that wait for the reader."""
+        """Returns the number of events that wait for the reader."""
         return len(self._events)
 
     @property
     def answers(self) -> int:
-        """Unfinished answers."""
+        """Returns the number of unfinished answers."""
         return sum(self._left.values())
 
     @property
     def begun(self) -> int:
-        """Unfinished answers that have a token and do not pause."""
+        """Returns the number of unfinished answers that have a token and are not paused."""
         return 0 if self.held else len(self._begun)
 
     @property
     def waiting(self) -> int:
-        """Unfinished answers without a token, or paused."""
+        """Returns the number of unfinished answers that have no token yet or are paused."""
         return self.answers - self.begun
 
     def __aiter__(self) -> RequestHandle:
@@ -141,7 +141,7 @@ class RequestHandle:
         return events
 
     def close(self) -> None:
-        """Drops what is not finished."""
+        """Drops the unfinished requests."""
         if self._timer:
             self._timer.cancel()
         for task in self.remote:
@@ -150,7 +150,7 @@ class RequestHandle:
         self._left.clear()
 
     def admit(self, error: Exception | None) -> None:
-        """The engine has accepted the requests, or refused one."""
+        """Records that the engine has accepted the requests, or has refused one with `error`."""
         if self.admitted.done():
             return
         if error:
@@ -184,16 +184,16 @@ class RequestHandle:
             self._begun = {answer for answer in self._begun if answer[0] != event.request}
 
     def wake(self) -> None:
-        """Lets the reader have the new events."""
+        """Makes the new events available to the reader."""
         self._news.set()
 
     def cut_short(self) -> bool:
-        """Makes an abort end the answers with the reason "length". Returns False if that was done before."""
+        """Makes an abort end the answers with the reason "length". Returns False if this was called before."""
         before, self._cut = self._cut, True
         return not before
 
     def fail(self, error: Exception) -> None:
-        """Ends it with this error for the reader."""
+        """Ends the requests with this error for the reader."""
         self._error = error
         self.admit(error)
         self.close()
@@ -219,7 +219,7 @@ class RequestHandle:
 
 
 class _Wakeups:
-    """Wakes readers with new events together, and then rests for some times as long as they took.
+    """Wakes all readers that have new events together, and then rests for a multiple of the time that this took.
 
     If steps come faster than their tokens can be written, several tokens go out at once, and the interpreter is free
     for the engine. A first token and an end wake their reader at once.
@@ -260,10 +260,10 @@ class _Wakeups:
 
 
 class AsyncEngine:
-    """Connects a worker to the event loop that calls `start`.
+    """Connects a worker to the event loop in which `start` is called.
 
-    places: answers that run at once. displaced, unread: requests that ended for other clients, and because they were
-    not read. remote: computes long prompts elsewhere.
+    places: number of answers that can run at once. displaced: number of requests that ended to make room for other
+    clients. unread: number of requests that ended because they were not read. remote: computes long prompts elsewhere.
     """
 
     def __init__(self, worker: Worker, places: int, limits: Limits, stuck_after: float = STUCK_AFTER) -> None:
@@ -287,19 +287,19 @@ class AsyncEngine:
 
     @property
     def handles(self) -> list[RequestHandle]:
-        """The unfinished requests."""
+        """Returns the handles of the unfinished requests."""
         return list(dict.fromkeys(self._handles.values()))
 
     def start(self) -> None:
-        """Accepts requests."""
+        """Starts accepting requests."""
         self._loop, self._closed = asyncio.get_running_loop(), None
         self._worker.start()
 
     async def submit(self, requests: Sequence[EngineRequest]) -> RequestHandle:
         """Queues requests that belong together.
 
-        If the queue is full, the client that has most of it gives up a request for another client's. RequestError if
-        the engine refuses a request. BusyError if too many answers wait, or these would wait too long.
+        If the queue is full, the client with the largest share of it gives up a request for another client's. Raises
+        RequestError if the engine refuses a request, BusyError if too many answers wait or these would wait too long.
         """
         answers, client = sum(request.choices for request in requests), requests[0].client
         displaced = self._check_room(client, answers, sum(len(request.prompt) for request in requests))
@@ -323,7 +323,7 @@ class AsyncEngine:
         return handle
 
     def _admit(self, handle: RequestHandle, error: Exception | None) -> None:
-        """Called by the worker before the first step of the requests."""
+        """Posts the verdict and orders remote prompts. Called by the worker before the requests' first step."""
         orders = dict[str, Any]()
         for request in handle.asked if self.remote and not error else ():
             order = self._order(request)
@@ -347,7 +347,7 @@ class AsyncEngine:
             task.add_done_callback(handle.remote.discard)
 
     async def _compute(self, request: str, order: Any) -> None:
-        """Resumes a request when another process has computed its prompt, or cannot."""
+        """Resumes a request when another process has computed its prompt or cannot do so."""
         try:
             assert self.remote
             await self.remote.compute(order)
@@ -357,12 +357,12 @@ class AsyncEngine:
             self._worker.ask(partial(self._worker.engine.resume, request))
 
     def check_room(self, client: str) -> None:
-        """BusyError if there is no room for one more answer of a client. UnavailableError if the engine has ended."""
+        """Raises BusyError if a client's next answer has no room, UnavailableError if the engine has ended."""
         self._check_room(client, 1, 1)
 
     def _check_room(self, client: str, answers: int, prompt_tokens: int) -> list[RequestHandle]:
-        """Returns the requests of other clients that have to end to make room. BusyError if that is not enough. A
-        request that is larger than the room is accepted if it is alone."""
+        """Returns the requests of other clients that must end to make room. Raises BusyError if that is not enough. A
+        request larger than the limit is accepted if it is alone."""
         if self._closed:
             raise UnavailableError(self._closed)
         if self._draining:
@@ -383,8 +383,8 @@ class AsyncEngine:
         return [*displaced, *more]
 
     def _before(self, answers: int, client: str) -> int:
-        """Returns how many waiting requests go before new answers of a client: one of each other client, as they take
-        turns, and all of its own. 0 if there is a free place, or no bound."""
+        """Returns how many waiting requests go before new answers of a client: one of each other client, as clients
+        take turns, and all of its own. Returns 0 if there is a free place, or no bound."""
         handles, bounded = self.handles, self._limits.max_wait_seconds is not None
         if not bounded or sum(handle.answers for handle in handles) + answers <= self._places:
             return 0
@@ -392,7 +392,7 @@ class AsyncEngine:
         return len(waiting) + max(waiting[client] - 1, 0)
 
     def _check_wait(self, before: int) -> None:
-        """BusyError if a request behind so many others would probably wait too long."""
+        """Raises BusyError if a request behind `before` others would probably wait too long."""
         most = self._limits.max_wait_seconds
         if most is None or not self._paces or (wait := before * median(self._paces)) <= most:
             return
@@ -400,12 +400,12 @@ class AsyncEngine:
                         "try again later")
 
     def cut_short(self, handle: RequestHandle) -> None:
-        """Ends the answers where they are; the reader gets what there is."""
+        """Ends the answers at their current position. The reader gets the tokens so far."""
         if handle.open and handle.cut_short():
             self._worker.abort(handle.requests)
 
     def progress(self, handle: RequestHandle) -> list[RequestProgress]:
-        """Returns how far each of its requests is."""
+        """Returns the progress of each request of the handle."""
         return [self._worker.engine.progress(request) for request in handle.asked]
 
     def health(self) -> Health:
@@ -413,7 +413,7 @@ class AsyncEngine:
         return Health(fault, self._draining, len(self._handles))
 
     async def drain(self, grace: float) -> None:
-        """Accepts no more requests, and ends the running ones after `grace` seconds."""
+        """Stops accepting requests, and ends the running ones after `grace` seconds."""
         self._draining = True
         if self._handles and grace:
             log.warning("shutting down: %d running requests have up to %g seconds; a second signal ends them at once",
@@ -427,7 +427,7 @@ class AsyncEngine:
         self._fail_all()
 
     async def stop(self, grace: float = 0.0, patience: float = 5.0) -> None:
-        """Drains, and waits until the engine has dropped all requests; `patience` seconds if it is stuck."""
+        """Drains, and waits until the engine has dropped all requests; at most `patience` seconds if stuck."""
         await self.drain(grace)
         dropped = asyncio.Event()
         self._worker.ask(partial(self._post, dropped.set), lambda _: self._post(dropped.set))
@@ -450,11 +450,11 @@ class AsyncEngine:
             self._worker.ask(partial(engine.pause if held else engine.resume, request))
 
     def on_events(self, events: list[Event]) -> None:
-        """Called by the worker with the events of a step."""
+        """Receives the events of a step. Called by the worker."""
         self._post(self._deliver, events)
 
     def on_end(self, error: UnavailableError) -> None:
-        """Called by the worker when it has ended."""
+        """Ends all requests with an error. Called by the worker when it has ended."""
         self._post(self._close)
 
     def _post(self, call: Callable[..., None], *values: Any) -> None:

@@ -1,4 +1,4 @@
-"""Bodies of requests: received and parsed within bounds, so that one client's body does not hold up other clients."""
+"""Receives and parses request bodies within limits, so that one client's body does not hold up other clients."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ log = logging.getLogger("deltic")
 
 _FORM: Final = "application/x-www-form-urlencoded"
 _BOM: Final = b"\xef\xbb\xbf"
-"""PowerShell and .NET begin a body with it."""
+"""Byte order mark with which PowerShell and .NET begin a body."""
 _PATIENCE: Final = 4
-"""A body of up to this many times the limit is received before it is refused: clients read after they have sent."""
+"""Bodies up to this multiple of the limit are received before the refusal: clients read after they have sent."""
 _FILE_WORDS: Final = (b"file", b"document", b"\\u")
-"""A body that has a part with a file contains one of these."""
+"""Byte strings, at least one of which is in every body that has a file part."""
 _MOST_LOGGED: Final = 1000
 _MOST_NAMED: Final = 50
 _LONGEST_NAME: Final = 60
-"""Bounds of the names of ignored fields, in a header and in the log."""
+"""Limits for the names of ignored fields in the header and in the log."""
 
 Chosen = TypeVar("Chosen")
 Prepared = TypeVar("Prepared")
@@ -41,7 +41,7 @@ Prepared = TypeVar("Prepared")
 
 @dataclass(eq=False, slots=True)
 class Upload:
-    """A body that is being received. held: bytes that it counts for. given_up: it made room for other bodies."""
+    """A body that is being received. held: bytes that it counts for. given_up: dropped to make room for others."""
 
     patience: asyncio.Timeout
     pieces: list[bytes] = field(default_factory=list)
@@ -53,7 +53,7 @@ class BodyReader:
     """Receives and parses the bodies of all requests of a server.
 
     lenient: ignore fields that would be refused. held: bytes of large bodies. uploads: large bodies that are being
-    received, the oldest first.
+    received, oldest first.
     """
 
     def __init__(self, limits: Limits, lenient: bool = False) -> None:
@@ -70,7 +70,7 @@ class BodyReader:
 
         Parsing and `prepare` run in a thread, and stop when the client disconnects. with_images: reads the images that
         `prepare` lacks, after which it is called again.
-        RequestError names a wrong field; status 413: the body is too large; BusyError: there are too many bodies.
+        Raises RequestError (names a wrong field), status 413 (body too large) or BusyError (too many bodies).
         """
         record = record_of(request)
 
@@ -96,7 +96,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def received(self, request: Request) -> AsyncIterator[bytes]:
-        """Receives a body. Status 413: it is too large; BusyError: there are too many bodies."""
+        """Receives a body. Raises status 413 if it is too large, BusyError if there are too many bodies."""
         upload = Upload(asyncio.timeout(None))
         try:
             with suppress(TimeoutError):
@@ -127,8 +127,8 @@ class BodyReader:
             raise ProblemError(413, f"the body is larger than {self._limits.max_body_mib} MiB (max_body_mib)")
 
     def _hold(self, upload: Upload, size: int) -> None:
-        """Counts a body of this size. If all bodies take too much, the oldest is given up. Small bodies do not count,
-        as the number of connections bounds them."""
+        """Counts a body of this size. If all bodies together take too much, the oldest is dropped. Small bodies are not
+        counted, as the number of connections limits them."""
         if size <= LARGE:
             return
         self.uploads[upload] = None
@@ -157,7 +157,7 @@ class BodyReader:
 
 
 def parse(raw: bytes, schema: type[Body], limits: Limits, lenient: bool = False) -> Body:
-    """Returns a body as a record. RequestError names a field that is wrong or has too many entries."""
+    """Returns a body as a record. Raises RequestError that names a field with a wrong value or too many entries."""
     data = read_json(raw, limits.max_body_values)
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
@@ -167,8 +167,8 @@ def parse(raw: bytes, schema: type[Body], limits: Limits, lenient: bool = False)
 
 
 def read_json(raw: bytes, most_values: int) -> Any:
-    """Returns the value of some JSON. RequestError if it has more than `most_values` values: parsing holds the
-    interpreter's lock, and other clients would have to wait."""
+    """Returns the parsed value of a JSON text. Raises RequestError if it has more than `most_values` values: parsing
+    holds the interpreter's lock, and other clients would have to wait."""
     raw = raw.removeprefix(_BOM)
     _check_values(raw, most_values)
     try:
@@ -180,9 +180,9 @@ def read_json(raw: bytes, most_values: int) -> Any:
 
 
 def _check_values(raw: bytes, most: int) -> None:
-    """RequestError if there are too many values: lists, objects and their members. Four entries of a list count as
-    one. Text that is more than `most` values can hold is counted like values."""
-    if _quarters(raw) <= 4 * most:  # an upper bound, as texts may have the same bytes
+    """Raises RequestError if there are too many values: lists, objects and their members. Four entries of a list count
+    as one. Strings past the number that `most` values can contain are counted like values."""
+    if _quarters(raw) <= 4 * most:  # an upper bound, as texts may contain the same bytes
         return
     parts = raw.replace(rb"\\", b"").replace(rb'\"', b"").split(b'"', 8 * most + 8)
     if _quarters(b"".join(parts[::2])) > 4 * most:
@@ -194,8 +194,8 @@ def _quarters(outside: bytes) -> int:
 
 
 def _check_headers(request: Request) -> None:
-    """Refuses compressed bodies, and types other than JSON: a web page may send those without asking the server.
-    `curl -d` sends a form's type, and no Origin."""
+    """Refuses compressed bodies and types other than JSON, because a web page may send those without a preflight
+    request. `curl -d` sends the type of a form, and no Origin header."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("identity", ""):
         raise ProblemError(415, f"the body has the Content-Encoding {show(encoding)}: send it uncompressed")

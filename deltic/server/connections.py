@@ -1,8 +1,8 @@
-"""Connections: uvicorn's HTTP/1.1 protocol over llhttp, with the bounds that neither of them has.
+"""Connections: uvicorn's HTTP/1.1 protocol over the llhttp parser, with the limits that both lack.
 
 The parser calls back for each header, chunk and piece of a body. The callbacks count these, and raise an exception to
 end the parsing, so that no client keeps the event loop busy with many tiny pieces. Every state of a connection has a
-time limit, where uvicorn closes only those that are idle between two requests.
+time limit, whereas uvicorn closes only connections that are idle between two requests.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ log = logging.getLogger("deltic")
 LEAST_HEADER = 64
 """Bytes that a header counts for at least: short headers cost as much as longer ones."""
 LEAST_CHUNK = 64
-"""Bytes of a body that allow one more chunk."""
+"""Number of body bytes that allow one more chunk."""
 MOST_PIPELINED = 64
-"""Requests of a connection that wait for the one before them."""
+"""Number of requests of a connection that may wait for the one before them."""
 LINGER = 1.0
 """Seconds in which a refused client can read the reason."""
 _SHORT = 64 << 10
-"""Bytes of a body that is read to its end although its request is answered."""
+"""Size of a body, in bytes, up to which it is read to its end although its request is already answered."""
 _DISCARDED = 4
-"""This many times max_body_mib is read and discarded: most clients read an answer only after they have sent all."""
+"""Multiple of max_body_mib that is read and discarded: most clients read an answer only after they have sent all."""
 _SWEEP = 0.5
 """Seconds between two checks of all connections."""
 _LEAST_READ = 4096
 """Bytes that a client must read within unread_seconds."""
 _MOST_REFUSED = 64
-"""Refused clients that are waited for at once."""
+"""Number of refused clients that may linger at once."""
 _WRITE_BUFFER = 16 << 10
-"""Bytes of asyncio's buffer at which a writer waits."""
+"""Bytes in asyncio's buffer above which a writer waits."""
 _NO_LINGER = struct.pack("ii", 1, 0)
 _OTHER_FILES = 256
-"""Files that the process needs besides connections."""
+"""Number of file descriptors that the process needs besides connections."""
 _LATE = Problem(408, "the request did not arrive in time: send all of it at once")
 
 
 class _RefusedError(Exception):
-    """Ends the parsing. problem: the answer; None: the answer before closes the connection."""
+    """Ends the parsing. problem: the error to answer with; None: the previous answer closes the connection."""
 
     def __init__(self, problem: Problem | None) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _RefusedError(Exception):
 
 
 class Transport:
-    """Counts the bytes that are written to a transport. close: called instead of the transport's."""
+    """Counts the bytes that are written to a transport. close: called instead of the transport's own close."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self._transport = transport
@@ -85,7 +85,7 @@ class Transport:
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. Pipelined requests are answered in order, and an unreadable one at the end. If a request is
+    """One connection. Pipelined requests are answered in order, and an unreadable one last. If a request is
     answered before its body has arrived, and the body may be large, the rest is discarded and the connection closed."""
 
     def __init__(self, limiter: ConnectionLimiter, config: Config, state: ServerState, app_state: dict[str, Any],
@@ -95,10 +95,10 @@ class Connection(HttpToolsProtocol):
         self._limiter, self._limits, self._handshake = limiter, limiter.limits, handshake
         self._answered: RequestResponseCycle | None = None
         self._start = self._heard = self._read = self.loop.time()
-        self._leaving = False  # nothing more is answered, and all that comes is discarded
+        self._leaving = False  # no more answers are sent, and all received bytes are discarded
         self._in_head = self._in_body = self._deaf = False
-        self._head = self._chunks = self._size = 0  # bytes of headers, chunks and bytes of a body
-        self._unseen = 0  # bytes since the parser has found something
+        self._head = self._chunks = self._size = 0  # bytes of headers, number of chunks, bytes of a body
+        self._unseen = 0  # bytes since the parser last called back
         self._discarded = self._taken = 0
         self._keeps_alive = True
         self._problem: Problem | None = None  # answered after all requests before it
@@ -107,24 +107,24 @@ class Connection(HttpToolsProtocol):
 
     @property
     def since(self) -> float | None:
-        """When it began to wait for a whole request; None while a request is answered."""
+        """Returns the time at which it began to wait for a whole request; None while a request is answered."""
         if self._handshake:
             return self._start
         return None if self._answering or self.transport.get_write_buffer_size() else self._start
 
     @property
     def _begun(self) -> bool:
-        """True if a part of a request has arrived."""
+        """Returns True if part of a request has arrived."""
         return self._in_head or self._in_body
 
     @property
     def _receives(self) -> bool:
-        """True if the body of the request that is answered next is arriving."""
+        """Returns True if the body of the request that is answered next is still arriving."""
         return self._in_body and self.cycle is self._answered
 
     @property
     def _answering(self) -> bool:
-        """True if a request that has arrived is not answered yet."""
+        """Returns True if a request that has arrived is not answered yet."""
         return self._answered is not None and not self._answered.response_complete and not self._receives
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -214,7 +214,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def _is_short(self) -> bool:
-        """True if the body is short. A client that waits for "100 Continue" may never send it."""
+        """Returns True if the body is short. A client that waits for "100 Continue" may never send it."""
         declared = next((int(value) for name, value in self.headers if name == b"content-length"), _SHORT + 1)
         return declared <= _SHORT and not self.expect_100_continue
 
@@ -268,7 +268,7 @@ class Connection(HttpToolsProtocol):
             self._answer(self._problem, self._path)
 
     def _stop(self, problem: Problem | None) -> None:
-        """Parses nothing more, and answers with the problem after all requests before it."""
+        """Stops parsing, and answers with the problem after all requests before it."""
         self._deaf = True
         self._path = self.scope["path"] if self._in_body else ""
         if problem is None:
@@ -278,11 +278,11 @@ class Connection(HttpToolsProtocol):
             self._answer(problem, self._path)
         elif self._answering:
             self._problem = problem
-            if self._in_body:  # it waits in the pipeline and is not answered
+            if self._in_body:  # the request waits in the pipeline and is not answered
                 self.pipeline.popleft()
 
     def _answer(self, problem: Problem, path: str) -> None:
-        if self._receives:  # its endpoint must not write another answer
+        if self._receives:  # the endpoint of the request must not write another answer
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.write(_error_bytes(problem, path))
@@ -291,8 +291,8 @@ class Connection(HttpToolsProtocol):
     # The end
 
     def refuse(self, limit: int, linger: bool) -> None:
-        """Answers that there are too many connections. linger: wait until the client has read this: a connection that
-        is closed with an unread request loses its answer."""
+        """Answers that there are too many connections. linger: wait until the client has read this, because a
+        connection that is closed with an unread request loses its answer."""
         self._limiter.refused(503, self)
         if self._handshake:
             self._handshake.cancel()
@@ -306,7 +306,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def end(self) -> None:
-        """Closes it, with status 408 if a request was arriving."""
+        """Closes the connection, with status 408 if a request was arriving."""
         if self._handshake:
             self._handshake.cancel()
             return
@@ -320,7 +320,7 @@ class Connection(HttpToolsProtocol):
 
     def check(self) -> None:
         """Ends the connection if it has waited too long."""
-        if self._handshake:  # has a time limit in asyncio
+        if self._handshake:  # asyncio limits the time of the handshake
             return
         limits, now, since = self._limits, self.loop.time(), self.since
         if self._unread_seconds(now) > limits.unread_seconds:
@@ -343,10 +343,10 @@ class Connection(HttpToolsProtocol):
         return now - since > self._limits.header_seconds
 
     def _unread_seconds(self, now: float) -> float:
-        """Seconds since the client has last read."""
+        """Returns the seconds since the client last read."""
         unread = self.transport.get_write_buffer_size()
         if unread:
-            with suppress(OSError):  # some kernels report what they hold
+            with suppress(OSError):  # some kernels report the bytes that they hold
                 held = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
                 unread += int.from_bytes(held, sys.byteorder)
         taken = self._counted.written - unread
@@ -362,20 +362,20 @@ class Connection(HttpToolsProtocol):
         super().shutdown()
 
     def _drop(self) -> None:
-        """Closes it at once, and discards what the kernel holds for the client."""
+        """Closes the connection at once, and discards the bytes that the kernel holds for the client."""
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.transport.abort()
 
     def _close(self) -> None:
-        """Closes the connection. A client that is still sending gets time to read the answer, which the kernel discards
-        with unread data."""
+        """Closes the connection. A client that is still sending gets time to read the answer, because the kernel would
+        discard the answer if unread data were left."""
         if not (self._begun or self._deaf):
             self._counted.close_now()
         elif not self._leaving:
             self._leave()
 
     def _leave(self) -> None:
-        """Answers no more, and discards what comes."""
+        """Stops answering, and discards all further input."""
         self._leaving, self._start = True, self.loop.time()
         self.flow.resume_reading()
         if self.transport.can_write_eof():
@@ -383,7 +383,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _error_bytes(problem: Problem, path: str, *headers: str) -> bytes:
-    """Returns a whole response for a connection without a readable request, in the form of the path's clients."""
+    """Returns a whole response for a connection without a readable request, in the error format of the path's API."""
     body = dump(fields_for(path, problem)).decode()
     lines = (f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}", "connection: close",
              "content-type: application/json", f"content-length: {len(body)}", *headers, "", body)
@@ -391,7 +391,7 @@ def _error_bytes(problem: Problem, path: str, *headers: str) -> bytes:
 
 
 class RequestTurns:
-    """Starts one request of each client in a turn of the event loop, however many a client sends at once."""
+    """Starts one request of each client per turn of the event loop, however many a client sends at once."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[Callable[[], None]]] = {}
@@ -412,7 +412,7 @@ class RequestTurns:
 
 
 class ConnectionLimiter:
-    """All connections of a server, within a limit."""
+    """Limits and tracks all connections of a server."""
 
     def __init__(self, limits: Limits, refused: Callable[[int, str], None]) -> None:
         """refused: called with the status and the client's address for a connection without a readable request."""
@@ -420,10 +420,10 @@ class ConnectionLimiter:
         self.limits, self._most = limits, min(limits.max_connections, _raise_file_limit(limits.max_connections))
         self.turns = RequestTurns()
         self._open: set[Connection] = set()
-        self._leaving: set[Connection] = set()  # refused ones
+        self._leaving: set[Connection] = set()  # refused connections
 
     def enter(self, connection: Connection) -> None:
-        """Adds a connection. If there are too many, the one that waits longest is closed, or else the new one."""
+        """Adds a connection. At the limit, closes the connection that has waited longest, or else the new one."""
         if len(self._open) >= self._most:
             waiting = [(since, id(other), other) for other in self._open if (since := other.since) is not None]
             if not waiting:
@@ -445,23 +445,23 @@ class ConnectionLimiter:
         self._leaving.discard(connection)
 
     def __len__(self) -> int:
-        """The number of connections, without refused ones."""
+        """Returns the number of connections, without refused ones."""
         return len(self._open)
 
     async def watch(self) -> None:
-        """Ends connections that wait too long, until cancelled."""
+        """Ends connections that wait too long. Runs until cancelled."""
         while True:
             await asyncio.sleep(_SWEEP)
             for connection in [*self._open, *self._leaving]:
                 try:
                     connection.check()
-                except Exception:  # the others must still be checked
+                except Exception:  # an error must not end the check of the other connections
                     log.exception("a connection is closed because it cannot be checked")
                     connection.transport.abort()
 
 
 def _raise_file_limit(connections: int) -> int:
-    """Raises the process's limit of files; returns the number of connections that it allows."""
+    """Raises the process's limit of file descriptors. Returns the number of connections that it allows."""
     wanted = connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,9 +1,9 @@
-"""Contents of messages, as agents keep them in their histories.
+"""Reads message contents as agents keep them in their histories.
 
-Clients send back the blocks, parts and items of other servers, which chat templates do not know. Their text is read; a
-part without text becomes a short placeholder and is named in a header, so that a session never fails because of its
-history. In the user's newest message, an image for a model without vision, an unreadable file and a misspelt type are
-refused.
+Clients send back the blocks, parts and items of other servers, which chat templates do not know. The text of these is
+read; a part without text becomes a short placeholder and is named in a header, so that a session never fails because of
+its history. In the user's newest message, an image for a model without vision, an unreadable file and a misspelt type
+are refused.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ Part = Mapping[str, Any]
 
 _TEXTS: Final[Mapping[str, str]] = {
     "text": "text", "input_text": "text", "output_text": "text", "summary_text": "text", "refusal": "refusal"}
-"""Types of text parts, and the field with the text."""
+"""Types of text parts, each with the field that holds the text."""
 _THOUGHTS: Final = ("thinking", "reasoning", "redacted_thinking", "reasoning_text")
 _PICTURES: Final = ("image", "image_url", "input_image", "video", "video_url")
 _SOUNDS: Final = ("audio", "audio_url", "input_audio")
 _FILES: Final[Mapping[str, str]] = {"document": "source", "file": "file", "input_file": ""}
-"""Types of parts with files, and the field with the file."""
+"""Types of file parts, each with the field that holds the file."""
 _KNOWN: Final = (*_TEXTS, *_THOUGHTS, *_PICTURES, *_SOUNDS, *_FILES, "search_result")
 _HEADS: Final = ("title", "context", "source", "filename")
-"""Fields of a file or search result that go before its text."""
+"""Fields of a file or search result that are put before its text."""
 _READABLE: Final = frozenset((
     "title", "name", "tool_name", "description", "url", "query", "queries", "command", "commands", "code", "pattern",
     "path", "file", "file_path", "filename", "text", "content", "output", "outputs", "stdout", "stderr", "results",
     "summary", "message", "error", "error_code", "logs", "tool", "tools"))
-"""Fields of unknown parts whose texts are read."""
+"""Fields of unknown parts from which text is read."""
 _SPOKEN: Final = frozenset(("action", "arguments", "input", "operation"))
-"""Fields of unknown parts in which all texts are read."""
+"""Fields of unknown parts in which every text is read, at any depth."""
 _DEEPEST: Final = 16
 _MISSPELT: Final = 0.85
-"""Ratio of difflib from which a type counts as a misspelling of a known one."""
+"""difflib ratio from which a type counts as a misspelling of a known type."""
 _LONGEST: Final = 64
 _MOST_TYPES: Final = 100
-"""Bounds of the types that are compared."""
+"""Limits for the types that are compared: their length and their number."""
 
 _MOST_CACHED: Final = 16_000_000
-"""Characters of all cached texts."""
+"""Total characters of the cached texts."""
 _ENTRY_COST: Final = 1000
-"""Characters that an entry counts for in addition."""
+"""Characters that each cache entry counts in addition to its text."""
 _ALL_DOCUMENTS: Final = 3
-"""All documents of a request may take this many times the seconds of one."""
+"""Time limit for all documents of a request, as a multiple of the limit for one document."""
 
 Texts = Mapping[bytes, str | RequestError]
-"""Texts of documents by `digest`, or why they cannot be read."""
+"""Texts of documents keyed by `digest`, or the error for a document that cannot be read."""
 TextOf = Callable[[bytes], str | RequestError | None]
-"""Returns the text of a document by its digest; None if it was not read."""
+"""Function that returns the text of a document by its digest; None if the document was not read."""
 
 
 class ContentReader:
     """Reads the contents of a request's messages.
 
     sees: the model has vision. fetches: images may be URLs. text_of: returns the text of a document. ignored: names of
-    parts that became placeholders.
+    the parts that became placeholders.
     """
 
     def __init__(self, sees: bool, fetches: bool, text_of: TextOf) -> None:
@@ -79,8 +79,8 @@ class ContentReader:
         self._meant: dict[str, str | None] = {}
 
     def messages(self, messages: Sequence[Any]) -> list[Any]:
-        """Returns the messages with texts and images only. RequestError for an unreadable part of the newest message,
-        if it is the user's."""
+        """Returns the messages with texts and images only. Raises RequestError for an unreadable part of the newest
+        message if that is a user message."""
         last = len(messages) - 1
         return [self._message(message, f"messages[{index}]", index == last) if isinstance(message, dict) else message
                 for index, message in enumerate(messages)]
@@ -123,7 +123,7 @@ class ContentReader:
         return _text(f"[{shown}] {texts}")
 
     def _meaning(self, kind: str) -> str | None:
-        """Returns the known type that this one misspells."""
+        """Returns the known type that `kind` misspells, or None."""
         if kind not in self._meant and len(self._meant) < _MOST_TYPES:
             found = difflib.get_close_matches(kind[:_LONGEST], _KNOWN, 1, _MISSPELT)
             self._meant[kind] = found[0] if found else None
@@ -156,7 +156,7 @@ class ContentReader:
         return part
 
     def _file(self, part: Part, kind: str, path: str) -> Part:
-        """Returns the text of a file after its title, or an image."""
+        """Returns the text of a file, preceded by its title, or returns an image."""
         place, at = _FILES[kind], path
         source = part.get(place) if place else part
         path = f"{path}.{place}" if place else path
@@ -192,7 +192,7 @@ class ContentReader:
         return found
 
     def _text_within(self, content: Any, path: str) -> str:
-        """Returns a text, or the texts of parts."""
+        """Returns a text, or the joined texts of parts."""
         if isinstance(content, str):
             return content
         if not isinstance(content, list):
@@ -209,7 +209,7 @@ class ContentReader:
 
 
 def _call(call: Any) -> Any:
-    """Turns a call of a tool that takes a text into a function call with the argument `input`."""
+    """Converts a call of a tool that takes a text into a function call with the argument `input`."""
     custom = call.get("custom") if isinstance(call, dict) and call.get("type") == "custom" else None
     if not isinstance(custom, dict):
         return call
@@ -225,13 +225,13 @@ def text_of(part: Part) -> str | None:
 
 
 def thought_of(part: Part) -> str:
-    """Returns the thinking in a part of an answer. A summary is not thinking."""
+    """Returns the thinking in a part of an answer. A summary does not count as thinking."""
     fields = ("thinking", "reasoning", "text", "content") if part.get("type") in _THOUGHTS else ()
     return "".join(text for name in fields for text in _texts(part.get(name)))
 
 
 def _is_behind_url(part: Part) -> bool:
-    """True if an image has to be fetched."""
+    """Returns True if an image has to be fetched."""
     given = part.get("image_url")
     url = given.get("url") if isinstance(given, dict) else given
     return isinstance(url, str) and url.startswith(("http://", "https://"))
@@ -288,7 +288,7 @@ def _data_of(source: Part, path: str) -> tuple[str, bytes]:
 
 
 def _texts(value: Any, all_fields: bool = False, depth: int = 0) -> Iterator[str]:
-    """Yields the readable texts of a part. all_fields: of all its fields."""
+    """Yields the readable texts of a part. all_fields: reads all of its fields."""
     if isinstance(value, str):
         if not value.startswith("data:"):
             yield value
@@ -309,10 +309,10 @@ def _texts(value: Any, all_fields: bool = False, depth: int = 0) -> Iterator[str
 
 
 class DocumentTexts:
-    """The texts of PDF documents, cached because agents send them with every turn. Used by all threads.
+    """Caches the texts of PDF documents, because agents send them with every turn. Thread-safe.
 
-    Each owner has its own entries: otherwise the time that a document takes would show that another owner has it. If
-    there are too many, the owner with the most loses its oldest.
+    Each owner has its own entries: otherwise the time that a document takes would reveal that another owner has it. If
+    there are too many entries, the owner with the most loses its oldest.
     """
 
     def __init__(self) -> None:
@@ -320,8 +320,8 @@ class DocumentTexts:
         self._lock = threading.Lock()
 
     def read(self, owner: str | None, documents: Sequence[bytes], limits: Limits, process: DecoderProcess) -> Texts:
-        """Returns the texts of a request's documents that can be read in its time. process: from `reader_process`; it
-        is closed at the end, and stopping it ends the work."""
+        """Returns the texts of those documents of a request that can be read within its time limit. process: from
+        `reader_process`; it is closed at the end, and stopping it ends the work."""
         end = monotonic() + _ALL_DOCUMENTS * limits.document_seconds
         found = dict[bytes, str | RequestError]()
         with process:
@@ -332,7 +332,7 @@ class DocumentTexts:
         return found
 
     def known(self, owner: str | None, name: bytes) -> str | RequestError | None:
-        """Returns the text of a cached document."""
+        """Returns the text of a cached document, or None."""
         with self._lock:
             return self._kept.get(owner, name)
 
@@ -350,7 +350,7 @@ class DocumentTexts:
 
 
 def digest(data: bytes) -> bytes:
-    """Returns the key of a document."""
+    """Returns the cache key of a document."""
     return blake2b(data, digest_size=32).digest()
 
 

@@ -1,6 +1,6 @@
-"""Vectors of texts and scores of documents.
+"""Embeddings of texts and reranking scores of documents.
 
-/v1/embeddings is OpenAI's, /v1/rerank Cohere's and Jina's, /v1/score vLLM's; /embed and /rerank are those of
+/v1/embeddings follows OpenAI, /v1/rerank Cohere and Jina, /v1/score vLLM; /embed and /rerank follow
 text-embeddings-inference.
 """
 
@@ -36,7 +36,7 @@ from deltic.server.routing import ApiRoute, Check
 
 ENDING: Final = "the server is shutting down"
 _POLL: Final = 0.02
-"""Seconds between two checks for running requests at the end."""
+"""Seconds between two checks for running requests at shutdown."""
 _KINDS: Final[Mapping[str | None, str | None]] = {
     None: None, "query": "query", "search_query": "query", "passage": "passage", "document": "passage",
     "search_document": "passage", "retrieval.query": "query", "retrieval.passage": "passage"}
@@ -84,7 +84,7 @@ class Services:
         return iter(self.services)
 
     def find(self, model: str | None) -> EmbeddingService:
-        """Returns the model of this name, or the first one if none is given. Status 404 if there is none."""
+        """Returns the model of this name, or the first one if no name is given. Raises status 404 if there is none."""
         found = self.services[0] if model in (None, "default") else self.named(model)
         if found is not None:
             return found
@@ -93,13 +93,13 @@ class Services:
                            "model", "model_not_found")
 
     def named(self, model: str | None) -> EmbeddingService | None:
-        names = (model, (model or "").removesuffix(":latest"))  # as Ollama's clients write it
+        names = (model, (model or "").removesuffix(":latest"))  # Ollama's clients append ":latest"
         return next((service for name in names for service in self.services
                      if name in (service.name, service.encoder.name)), None)
 
     async def run(self, service: EmbeddingService, request: Request, items: Sequence[Item], salt: str
                   ) -> list[Vectors]:
-        """Returns the vectors of some items, unless the client disconnects before. salt: the body's."""
+        """Returns the vectors of the items, unless the client disconnects first. salt: the salt of the request body."""
         if self.draining:
             raise BusyError(f"{ENDING}: try again later, or elsewhere")
         record, job = record_of(request), None
@@ -118,7 +118,7 @@ class Services:
                 job.future.cancel()
 
     async def drain(self, grace: float) -> None:
-        """Accepts no more requests, and ends the running ones after `grace` seconds."""
+        """Stops accepting requests, and ends the running ones after `grace` seconds."""
         self.draining = True
         end = time.monotonic() + grace
         while self._running and time.monotonic() < end:
@@ -132,7 +132,7 @@ class Services:
             job.fail(UnavailableError(ENDING))
 
     def waiting(self) -> int:
-        """Tokens of unfinished texts."""
+        """Returns the number of tokens in unfinished texts."""
         return sum(service.encoder.batcher.waiting for service in self.services)
 
     def metrics(self) -> str:
@@ -148,8 +148,8 @@ async def _done(future: asyncio.Future[list[Vectors]]) -> list[Vectors]:
 
 
 class EmbeddingsRequest(SaltedFields):
-    """The body of /v1/embeddings. input_type, task: for models with prompts. truncate: cut long texts.
-    truncate_prompt_tokens: cut them to so many tokens, -1: to what the model reads."""
+    """The body of /v1/embeddings. input_type, task: kind of text, for models with prompts. truncate: cut long texts.
+    truncate_prompt_tokens: cut texts to this many tokens; -1: to the model's maximum."""
 
     counted: ClassVar[Mapping[str, str]] = {"input": "max_texts"}
     schemas: ClassVar[Mapping[str, Any]] = {"input": {"type": ["string", "array"]}}
@@ -168,7 +168,7 @@ class EmbeddingsRequest(SaltedFields):
 
     @property
     def kind(self) -> str | None:
-        """`query`, `passage` or None."""
+        """Returns the kind of text: `query`, `passage` or None."""
         for name, value in (("input_type", self.input_type), ("task", self.task)):
             if value not in _KINDS:
                 raise RequestError(f"{name} must be query or passage, not {show(value)}", name)
@@ -176,7 +176,7 @@ class EmbeddingsRequest(SaltedFields):
 
     @property
     def most(self) -> int | None:
-        """Tokens of a text to read, if fewer than the model can."""
+        """Returns the number of tokens of a text to read, if it is lower than the model's maximum."""
         most = self.truncate_prompt_tokens
         if most is not None and most < 1 and most != -1:
             raise RequestError(f"truncate_prompt_tokens must be at least 1, or -1 for what the model reads, not {most}",
@@ -190,12 +190,12 @@ class EmbeddingsRequest(SaltedFields):
 
     @property
     def single(self) -> bool:
-        """True if the input is one text, not a list."""
+        """Returns True if the input is one text, not a list."""
         given = self.input
         return not isinstance(given, list) or (bool(given) and type(given[0]) is int)
 
     def inputs(self) -> list[str] | list[list[int]]:
-        """Returns texts, or lists of token ids."""
+        """Returns the inputs as texts or as lists of token ids."""
         rows = [self.input] if self.single else self.input
         if not rows or (self.single and rows == [""]):
             raise RequestError("input is empty: give at least one text", "input")
@@ -210,7 +210,7 @@ class EmbeddingsRequest(SaltedFields):
 
 
 class EmbedRequest(SaltedFields):
-    """The body of /embed. prompt_name: the kind of text, by the name of its prompt in the model's files."""
+    """The body of /embed. prompt_name: the kind of text, as the name of its prompt in the model's files."""
 
     counted: ClassVar[Mapping[str, str]] = {"inputs": "max_texts"}
     schemas: ClassVar[Mapping[str, Any]] = {"inputs": {"type": ["string", "array"]}}
@@ -224,9 +224,9 @@ class EmbedRequest(SaltedFields):
 
 
 class RerankRequest(SaltedFields):
-    """The body of /v1/rerank. truncate: cut long documents (default). texts: the documents in the form of
-    text-embeddings-inference, whose clients get another answer. instruction: what a decoder looks for. The model's
-    length counts, not max_tokens_per_doc."""
+    """The body of /v1/rerank. truncate: cut long documents (default). texts: the documents in the format of
+    text-embeddings-inference, which also changes the format of the answer. instruction: the task description for a
+    decoder model. The model's maximum length applies, not max_tokens_per_doc."""
 
     counted: ClassVar[Mapping[str, str]] = {"documents": "max_texts", "texts": "max_texts"}
     schemas: ClassVar[Mapping[str, Any]] = {
@@ -273,7 +273,7 @@ class ScoreRequest(SaltedFields):
     instruction: str | None = None
 
     def pairs(self) -> list[tuple[str, list[str]]]:
-        """Returns queries, each with its documents."""
+        """Returns the queries, each with its documents."""
         first, second = _texts(self.text_1, "text_1"), _texts(self.text_2, "text_2")
         if len(first) == 1:
             return [(first[0], second)]
@@ -284,7 +284,7 @@ class ScoreRequest(SaltedFields):
 
     @contextmanager
     def naming(self, index: int) -> Iterator[None]:
-        """Makes errors of a pair's query or document name the field that has it."""
+        """Makes errors about a pair's query or document name the request field that contains it."""
         try:
             yield
         except RequestError as error:
@@ -312,7 +312,7 @@ Body = TypeVar("Body", EmbeddingsRequest, EmbedRequest, RerankRequest, ScoreRequ
 
 
 def routes(services: Services, check: Check) -> list[Route]:
-    """Returns no routes if there are no encoders."""
+    """Returns the routes for embeddings and scores, or no routes if there are no encoders."""
     if not services.services:
         return []
     endpoints = _EmbeddingEndpoints(services)
@@ -377,7 +377,7 @@ class _EmbeddingEndpoints:
 
 
 def to_embed(service: EmbeddingService, body: EmbeddingsRequest, kind: str | None = None) -> list[Item]:
-    """Returns the items to encode. kind: of the texts, instead of the body's."""
+    """Returns the items to encode. kind: the kind of text, which overrides the body's."""
     encoder = service.encoder
     if encoder.scores:
         raise RequestError(f"{service.name} scores documents (/v1/rerank), and gives no vectors", "model")
@@ -438,7 +438,7 @@ def _listed(found: Sequence[Vectors], body: EmbeddingsRequest, service: Embeddin
 
 
 def rows_of(found: Sequence[Vectors], body: EmbeddingsRequest, service: EmbeddingService) -> Iterator[list[float]]:
-    """Yields the numbers of the vectors."""
+    """Yields the components of each vector."""
     return (vector.tolist() for vector in _vectors(found, body, service))
 
 

@@ -1,4 +1,4 @@
-"""Errors of the HTTP API: what an exception becomes, and how each API's clients expect to read it."""
+"""Errors of the HTTP API: maps exceptions to problems, and problems to the error format of each API."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _STATUSES: Final[Mapping[type[Exception], tuple[int, str | None]]] = {
     DelticError: (400, None),
     ClientDisconnect: (499, None),
 }
-"""Status and error code by type of exception; the first match counts."""
+"""Status and error code by exception type; the first matching type applies."""
 _OPENAI_TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES: Final = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -53,8 +53,8 @@ Json = dict[str, Any]
 class Problem:
     """An error as a client sees it.
 
-    param: path of the field at fault. retry_after: seconds after which the client may try again. request_id: of the
-    request, if it was read far enough to have one.
+    param: path of the invalid field. retry_after: seconds after which the client may try again. request_id: id of the
+    request, if the server read enough of the request to assign one.
     """
 
     status: int
@@ -77,7 +77,7 @@ Refuse = Callable[[Problem], Response]
 
 
 def problem_of(error: Exception) -> Problem:
-    """Returns what a client may know of an exception. Unexpected exceptions go to the log only."""
+    """Returns the part of an exception that a client may see. Unexpected exceptions are only logged."""
     if isinstance(error, ProblemError):
         return error.problem
     if isinstance(error, HTTPException):
@@ -113,7 +113,7 @@ def anthropic_fields(problem: Problem, status: int | None = None) -> Json:
 
 
 def anthropic_error(problem: Problem) -> Response:
-    """Returns an error in Anthropic's form. Its clients try again later after status 529."""
+    """Returns an error in Anthropic's form. Anthropic's clients retry after status 529."""
     status = _OVERLOADED if problem.status == 503 and problem.retry_after is not None else problem.status
     return _response(problem, status, anthropic_fields(problem, status) | {"request_id": problem.request_id})
 
@@ -123,7 +123,7 @@ def ollama_error(problem: Problem) -> Response:
 
 
 def openai_event(error: Exception) -> bytes:
-    """Returns the last event of a stream that failed, in OpenAI's form."""
+    """Returns the last event of a failed stream in OpenAI's form."""
     return event(openai_fields(problem_of(error)))
 
 
@@ -132,12 +132,12 @@ def anthropic_event(error: Exception) -> bytes:
 
 
 def fields_for(path: str, problem: Problem) -> Json:
-    """Returns the body of an error for a path whose request could not be read."""
+    """Returns the body of an error for a path, in the format of its API, if the request could not be read."""
     return anthropic_fields(problem) if path.startswith(ANTHROPIC_PATH) else openai_fields(problem)
 
 
 def refusal(scope: Scope, problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
-    """Records an error outside of all endpoints, and returns it in the form of the path's clients."""
+    """Records an error outside of all endpoints, and returns it in the format of the path's API."""
     record, path = scope["state"]["record"], scope["path"]
     record.problem = {"param": problem.param, "code": problem.code}
     refuse: Refuse = openai_error

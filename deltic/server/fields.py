@@ -1,7 +1,7 @@
-"""Fields of requests: the schemas' base class, fields of other servers, and unknown fields.
+"""Request fields: the base class of the schemas, fields of other servers, and unknown fields.
 
-A field that another server has is translated if a field of ours means the same, and refused if it would change the
-answer. Every other unknown field is ignored, and a header of the response names it. A field whose name looks like a
+A field of another server is translated if one of our fields means the same, and refused if it would change the answer.
+Every other unknown field is ignored, and a header of the response names it. A field with a name that looks like a
 misspelling is refused.
 """
 
@@ -25,16 +25,16 @@ from deltic.server.http import dump
 _COUNTED: Final[Mapping[str, str]] = {
     "messages": "max_messages", "input": "max_messages", "documents": "max_messages", "tools": "max_tools",
     "stop": "max_stops", "stop_sequences": "max_stops", "stop_token_ids": "max_stops", "logit_bias": "max_logit_bias"}
-"""The limit for the number of entries of a field. A longer field is not validated."""
+"""Name of the limit on the number of entries, by field. A field over its limit is not validated."""
 _SCHEMAS: Final = ("tools", "functions", "response_format", "structured_outputs", "guided_json", "guided_regex",
                    "guided_choice", "guided_grammar", "text", "output_config")
 _MISSPELT: Final = 0.9
 _MISSPELT_WITHIN: Final = 0.88
 _MISSPELT_TYPE: Final = 0.85
 _RELATED: Final = 0.6
-"""Ratios of difflib from which a name counts as a misspelling of a known one, or as related to it."""
+"""difflib ratios from which a name counts as a misspelling of a known name, or as related to it."""
 _NO_MISSPELLINGS: Final = ("models",)
-"""Fields of other servers whose names look like misspellings of ours."""
+"""Fields of other servers with names that look like misspellings of ours."""
 _LONGEST_NAME: Final = 60
 _MOST_UNKNOWN: Final = 100
 _MOST_WITHIN: Final = 1000
@@ -46,10 +46,10 @@ Translate = Callable[[Any], Json]
 
 @dataclass(slots=True)
 class Notes:
-    """What was found while a body was read.
+    """Findings from reading a body.
 
-    ignored: names of fields without effect. sent: what the client calls our fields, where it used another server's
-    names. lenient: ignore what would be refused. may_have_files: a message may have a part with a file.
+    ignored: names of fields without effect. sent: maps our field names to the client's where the client used another
+    server's names. lenient: ignore fields that would be refused. may_have_files: a message may have a file part.
     """
 
     ignored: list[str] = field(default_factory=list)
@@ -59,15 +59,15 @@ class Notes:
 
 
 class Fields(BaseModel):
-    """A body, or a part of one, in JSON's own types."""
+    """A request body or part of one, in JSON's own types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     counted: ClassVar[Mapping[str, str]] = {}
-    """Limits for the number of entries of this schema's own fields."""
+    """Names of the limits on the number of entries of this schema's own fields."""
     schemas: ClassVar[Mapping[str, Json]] = {}
-    """JSON schemas of the fields that endpoints check themselves, for /openapi.json."""
+    """JSON schemas of the fields that endpoints validate themselves, for /openapi.json."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    """Fields of other APIs, and what they are called here."""
+    """Maps fields of other APIs to our names."""
     _notes: Notes = PrivateAttr(default_factory=Notes)
 
     @property
@@ -76,7 +76,7 @@ class Fields(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """Names of fields that had no effect."""
+        """Returns the names of fields that had no effect."""
         return self._notes.ignored
 
 
@@ -87,7 +87,7 @@ class SaltedFields(Fields):
 
     @property
     def salt(self) -> str:
-        """A digest of the salt, or ""."""
+        """Returns a digest of the salt, or "" if there is none."""
         if self.cache_salt is None:
             return ""
         if not self.cache_salt:
@@ -97,7 +97,7 @@ class SaltedFields(Fields):
 
 def read_fields(data: Mapping[str, Any], schema: type[Body], limits: Limits, lenient: bool = False,
                 size: int = sys.maxsize) -> Body:
-    """Returns the record of a parsed body. size: of the body as JSON, if known."""
+    """Returns the record of a parsed body. size: bytes of the body as JSON, if known."""
     notes = Notes(lenient=lenient)
     own = _own_fields(data, schema, notes)
     with renamed(notes.sent):
@@ -114,7 +114,7 @@ def read_fields(data: Mapping[str, Any], schema: type[Body], limits: Limits, len
 
 
 def _own_fields(data: Mapping[str, Any], schema: type[Fields], notes: Notes, path: str = "") -> Json:
-    """Returns the fields that the schema has, with those of other servers translated. path: of an inner object."""
+    """Returns the fields of the schema, with other servers' fields translated. path: path of an inner object."""
     own = {name: data[name] for name in schema.model_fields if name in data}
     others = [name for name in data if name not in schema.model_fields]
     if len(others) > _MOST_UNKNOWN and not notes.lenient:
@@ -137,7 +137,7 @@ def _own_fields(data: Mapping[str, Any], schema: type[Fields], notes: Notes, pat
 
 
 def _take_over(name: str, value: Any, own: Json, schema: type[Fields], notes: Notes) -> None:
-    """Sets the fields of ours that mean the same. If they have another value already, that one counts."""
+    """Sets our fields that mean the same. A field that already has another value keeps it."""
     meant = _TRANSLATED[name](value)
     asked = {ours: wanted for ours, wanted in meant.items() if ours in schema.model_fields and wanted is not None}
     taken = {ours: wanted for ours, wanted in asked.items() if own.get(ours) in (None, wanted)}
@@ -148,7 +148,7 @@ def _take_over(name: str, value: Any, own: Json, schema: type[Fields], notes: No
 
 
 def _refuse(name: str, value: Any, schema: type[Fields], path: str) -> None:
-    """RequestError for a field that would change the answer, is called otherwise here, or is misspelt."""
+    """Raises RequestError for a field that would change the answer, has another name here, or is misspelt."""
     if name in _REFUSED and not path:
         neutral = _REFUSED[name]
         raise RequestError(f"{name} is not supported" + (f" with the value {show(value)}" if neutral else ""), name)
@@ -163,14 +163,14 @@ def _misspelt(name: str, known: Iterable[str], ratio: float) -> bool:
 
 
 def unknown_field(path: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str] = {}) -> RequestError:
-    """Returns the error for an unknown field, with the known name that is probably meant. path: of its object."""
+    """Returns the error for an unknown field, with the known name that was probably meant. path: path of its object."""
     shown = path + (name if len(name) <= _LONGEST_NAME else name[:_LONGEST_NAME] + "...")
     meant = elsewhere.get(name) or _meant(name[:_LONGEST_NAME], known)
     return RequestError(f"unknown field {show(shown)}" + (f": do you mean {path + meant!r}?" if meant else ""), shown)
 
 
 def _meant(name: str, known: Iterable[str]) -> str | None:
-    """Returns the name that this one misspells, or the one that has most words in common with it."""
+    """Returns the known name that this one misspells, or the one that shares the most words with it."""
     def common(other: str) -> int:
         return len({*name.split("_")} & {*other.split("_")})
 
@@ -182,7 +182,7 @@ def _meant(name: str, known: Iterable[str]) -> str | None:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Makes errors name fields as the client does. names: the client's names by ours, or by a prefix of ours."""
+    """Makes errors name fields as the client does. names: the client's names by our names or their prefixes."""
     try:
         yield
     except RequestError as error:
@@ -194,7 +194,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def sent_name(name: str, names: Mapping[str, str]) -> str:
-    """Returns what the client calls a field: `messages[3].content` is looked up with all its prefixes."""
+    """Returns the client's name of a field. For `messages[3].content`, all of its prefixes are looked up."""
     for end in range(len(name), 0, -1):
         if (end == len(name) or name[end] in ".[") and name[:end] in names:
             return names[name[:end]] + name[end:]
@@ -235,12 +235,12 @@ def _same(name: str) -> Translate:
 
 
 def _think(value: Any) -> Json:
-    """Ollama: true, false, or an effort."""
+    """Translates Ollama's field: true, false, or an effort."""
     return {"reasoning_effort": value} if isinstance(value, str) else {"enable_thinking": value}
 
 
 def _reasoning(value: Any) -> Json:
-    """OpenRouter: an object."""
+    """Translates OpenRouter's field: an object."""
     if not isinstance(value, dict):
         return {}
     exclude = value.get("exclude")
@@ -249,7 +249,7 @@ def _reasoning(value: Any) -> Json:
 
 
 def _thinking(value: Any) -> Json:
-    """DeepSeek, Z.ai, litellm: an object with a type, and perhaps Anthropic's budget."""
+    """Translates the field of DeepSeek, Z.ai and litellm: an object with a type, and perhaps Anthropic's budget."""
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
         return {}
@@ -257,22 +257,22 @@ def _thinking(value: Any) -> Json:
 
 
 def _format(value: Any) -> Json:
-    """Ollama: a schema, or `json`."""
+    """Translates Ollama's field: a schema, or `json`."""
     return {"response_format": {"type": "json_object"}} if value == "json" else _schema(value)
 
 
 def _schema(value: Any) -> Json:
-    """Ollama, llama.cpp: a schema."""
+    """Translates the field of Ollama and llama.cpp: a schema."""
     return {"response_format": {"type": "json_schema", "schema": value}}
 
 
 def _grammar(value: Any) -> Json:
-    """llama.cpp, SGLang: a text. text-generation-inference: an object with a type."""
+    """Translates a grammar: a text (llama.cpp, SGLang), or an object with a type (text-generation-inference)."""
     return {"response_format": value} if isinstance(value, dict) else {"guided_grammar": value}
 
 
 def _usage(value: Any) -> Json:
-    """OpenRouter: an object."""
+    """Translates OpenRouter's field: an object."""
     return {"stream_options": {"include_usage": True}} if isinstance(value, dict) and value.get("include") else {}
 
 
@@ -297,7 +297,7 @@ _TRANSLATED: Final[Mapping[str, Translate]] = {
     "json_schema": _schema,
     "format": _format,
 }
-"""Fields of other servers that mean the same as fields of ours."""
+"""Functions that translate fields of other servers into our fields with the same meaning."""
 
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("grammar", "grammar_string", "ebnf", "regex", "regex_pattern"), ("",)),
@@ -306,7 +306,7 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("backend_sampling", "return_routed_experts", "reasoning_control"), (False,)),
     "stop_sequences": ([],), "embedding_type": ("float",), "n_cmpl": (1,), "speculative.n_max": (-1,),
 }
-"""Values of fields that ask for nothing, as null always does."""
+"""Values of fields that request nothing. null always requests nothing."""
 
 _OFF: Final[tuple[Any, ...]] = (0, False, "", [], {})
 _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -325,7 +325,7 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "truncate_prompt_tokens": (-1,), "min_keep": (0, 1), "output_dtype": ("float",), "embedding_types": (["float"],),
     "truncation_direction": ("Right",),
 }
-"""Fields that would change the answer, with the values that switch them off."""
+"""Fields that would change the answer, with the values that disable them."""
 
 
 # Fields within messages, items, blocks and tools
@@ -335,8 +335,8 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
 class Known:
     """The known fields of an object.
 
-    within: those of the objects, or lists of objects, that its fields hold. kinds: the types of objects that are
-    checked; empty: all.
+    within: the known fields of the objects, or lists of objects, in its fields. kinds: object types that are checked;
+    empty: all types.
     """
 
     names: frozenset[str]
@@ -348,7 +348,7 @@ class Known:
         return cls(frozenset([*names.split(), *within]), within)
 
     def only(self, *kinds: str | None) -> Known:
-        """The same for objects of some types."""
+        """Returns the same fields, checked only for objects of these types."""
         return replace(self, kinds=kinds)
 
 
@@ -358,13 +358,13 @@ _REFUSED_WITHIN: Final[Mapping[str, str]] = {
     "partial": "use continue_final_message",
     "images": "use parts of type image_url",
 }
-"""Fields that would change the answer, and what to use instead."""
+"""Fields that would change the answer, with advice on what to use instead."""
 
 
 def usable_tools(tools: Sequence[Any], kinds: Sequence[str | None], ignored: list[str]) -> list[tuple[int, Any]]:
-    """Returns the tools of known types with their positions. The tools that another server runs are left out.
+    """Returns the tools of known types with their positions, without the tools that another server runs.
 
-    All tools are returned if no others remain, or if a type looks like a misspelling: the caller refuses them.
+    Returns all tools if no others remain, or if a type looks like a misspelling: the caller refuses these.
     """
     unknown = {index: tool["type"] for index, tool in enumerate(tools)
                if isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] not in kinds}
@@ -376,8 +376,8 @@ def usable_tools(tools: Sequence[Any], kinds: Sequence[str | None], ignored: lis
 
 
 def check_within(body: Fields, table: Mapping[str, Known], also: Callable[[str], bool] = lambda name: False) -> None:
-    """Notes unknown fields within these fields of a body. RequestError for one that is misspelt or would change the
-    answer. also: returns True for other names that have a meaning."""
+    """Notes unknown fields within these fields of a body. Raises RequestError for a field that is misspelt or would
+    change the answer. also: returns True for other names that have a meaning."""
     ignored: dict[str, None] = {}
     for place, known in table.items():
         for path, names, name, value in _unknown(getattr(body, place), known, place):
@@ -395,7 +395,7 @@ def check_within(body: Fields, table: Mapping[str, Known], also: Callable[[str],
 
 
 def _unknown(value: Any, known: Known, path: str) -> Iterator[tuple[str, frozenset[str], str, Any]]:
-    """Yields unknown fields: path of the object, its known names, name and value."""
+    """Yields each unknown field as the path of its object, the object's known names, its name and its value."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             if isinstance(item, dict):

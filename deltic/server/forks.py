@@ -15,18 +15,18 @@ from deltic.params import Lineage
 from deltic.server.errors import ProblemError
 
 _MOST_CHOICES: Final = 128, 8
-"""Choices that are kept: of one response, and on average of each of `max_stored_responses`."""
+"""Limits on kept choices: of one response, and on average for each of `max_stored_responses`."""
 
 _SESSIONS: Final = (b"thread-id", b"x-session-affinity", b"x-session-id", b"session-id", b"session_id")
 _PARENTS: Final = (b"x-codex-parent-thread-id", b"x-parent-session-id")
-"""Headers of Codex, OpenCode and others with the id of a session, and of the one that has started it."""
+"""Headers of Codex, OpenCode and others: the id of a session, and the id of the session that started it."""
 _CLAUDE: Final = (b"x-claude-code-session-id", b"x-claude-code-agent-id", b"x-claude-code-parent-agent-id")
-"""Headers of Claude Code. The main agent has no id."""
+"""Headers of Claude Code. The main agent sends no agent id."""
 
 
 class ForkStore:
-    """The ends of the answers of the responses used last, each for its owner alone. Their tokens are in the answer
-    records of the model. Threads may share it."""
+    """Keeps the ends of the answers of the most recently used responses, separately for each owner. The tokens of the
+    answers are in the answer records of the model. Thread-safe."""
 
     def __init__(self, limits: Limits) -> None:
         self._most = limits.max_stored_responses
@@ -41,7 +41,7 @@ class ForkStore:
             self._kept.put(owner, id, (model, {**ends, choice: end}), len(ends) + 1)
 
     def find(self, fork: Any, model: str, owner: str | None) -> AnswerEnd:
-        """Returns the end that a field `fork_from` names: the id of a response, or an object with id and choice."""
+        """Returns the answer end that `fork_from` names: the id of a response, or an object with id and choice."""
         given = {"id": fork} if isinstance(fork, str) else fork
         if not isinstance(given, dict) or not isinstance(given.get("id"), str) or given.keys() - {"id", "choice"}:
             raise RequestError(f"fork_from must be the id of a response, or an object with id and choice, not "
@@ -66,7 +66,7 @@ class ForkStore:
 
 
 def lineage_of(headers: Mapping[bytes, bytes]) -> Lineage:
-    """Returns the session that a client names, and the one that it branches off."""
+    """Returns the session that a client names, and the session that it branches off."""
     session, agent, parent = (headers.get(name) for name in _CLAUDE)
     if session:
         return Lineage(_digest(session, agent), _digest(session, parent) if agent else "")

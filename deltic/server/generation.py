@@ -1,4 +1,4 @@
-"""A loaded model behind HTTP, and the answers that it generates for a request. Knows no API."""
+"""Serves a loaded model over HTTP and streams the answers to a request. Independent of any particular API."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from deltic.vision.prompt import Shown
 
 
 class GenerationStream:
-    """The answers of some prepared requests, with their choices numbered through.
+    """The answers to one or more prepared requests, with their choices numbered consecutively.
 
-    usage: complete at the end of `deltas`. size: tokens and logprobs so far. names: what the client calls the fields
-    of its request. keep_end: takes the numbers of choices that can be forked, and their ends. Close it when it is not
-    needed any more.
+    usage: complete at the end of `deltas`. size: tokens and logprobs so far. names: maps field names to the client's
+    names. keep_end: called with the number and the end of each choice that can be forked. Close the stream when it is
+    no longer needed.
     """
 
     def __init__(self, engine: AsyncEngine, handle: RequestHandle, prepared: Sequence[PreparedRequest],
                  memory: FairExecutor, whole: bool, names: Mapping[str, str]) -> None:
-        """memory: the thread that remembers answers. whole: the answers are not streamed."""
+        """memory: the thread that records answers for later prompts. whole: the answers are not streamed."""
         self.usage = Usage(0, 0, 0)
         self.size = 0
         self.names = names
@@ -58,21 +58,21 @@ class GenerationStream:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Counts of prompt tokens and of generated tokens so far."""
+        """Returns the counts of prompt tokens and of generated tokens so far."""
         return self._handle.prompt_tokens, self._generated
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Time until the first token, and time since then."""
+        """Returns the seconds until the first token, and the seconds since then."""
         now = time.perf_counter()
         first = self._handle.first_token or now
         return first - self._handle.began, now - first
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
-        """Yields what has come, at most one delta per choice at a time. The last delta of a choice comes when the
-        choice is remembered, so that the next prompt can continue it.
+        """Yields the deltas that have arrived, at most one per choice at a time. The last delta of a choice is yielded
+        after the choice is recorded, so that the next prompt can continue it.
 
-        GenerationError if the engine gives up, RequestError if the request is at fault.
+        Raises GenerationError if the engine gives up, RequestError if the request is at fault.
         """
         async for events in self._handle:
             for event in events:
@@ -89,7 +89,7 @@ class GenerationStream:
             yield deltas
 
     async def gather(self, most: int) -> list[ChoiceDelta]:
-        """Returns all finished choices with their scores. RequestError if they have more than `most` tokens and
+        """Returns all finished choices with their scores. Raises RequestError if they have more than `most` tokens and
         logprobs."""
         scores: dict[int, list[TokenScore]] = {}
         done: dict[int, ChoiceDelta] = {}
@@ -104,8 +104,8 @@ class GenerationStream:
         return [done[number] for number in sorted(done)]
 
     def figures(self, began: float) -> dict[str, Any]:
-        """Returns the figures for the log. began: time of the request, by time.perf_counter. Figures that come with
-        the end are None if the client did not wait for it."""
+        """Returns the figures for the request log. began: time of the request, by time.perf_counter. Figures that are
+        known only at the end are None if the client disconnected before."""
         handle, usage = self._handle, self.usage
         first, ended = handle.first_token, bool(self._finishes)
         return {"queue_ms": _ms(usage.queued_seconds) if ended else None,
@@ -119,7 +119,7 @@ class GenerationStream:
         self._tokens = {}
 
     def texts(self, spell: Callable[[Sequence[int]], str]) -> dict[str, Iterator[str]]:
-        """Returns prompts and answers, which are decoded when they are read."""
+        """Returns iterators over the prompts and answers as text. Tokens are decoded when the iterators are read."""
         return {"prompts": (spell(request.ids) for request in self._handle.asked),
                 "answers": (spell(tokens) for tokens in (self._tokens or {}).values())}
 
@@ -129,7 +129,7 @@ class GenerationStream:
             yield request, (self._tokens or {}).get((request.id, 0), [])
 
     def progress(self) -> dict[str, Any]:
-        """Returns how far it is, for `/v1/requests`."""
+        """Returns the progress of the request, for `/v1/requests`."""
         handle, parts = self._handle, self._engine.progress(self._handle)
         found = {part.status for part in parts}
         status = next((each for each in ("decoding", "prefill", "waiting") if each in found), "finished")
@@ -142,13 +142,13 @@ class GenerationStream:
         self._engine.cut_short(self._handle)
 
     def cancel(self, reason: str) -> None:
-        """Ends it with a GenerationError for its reader."""
+        """Ends the stream with a GenerationError for its reader."""
         self._handle.fail(GenerationError(reason))
 
     def close(self) -> None:
-        """Frees what the engine holds for it. The tokens that were seen are remembered."""
+        """Frees the engine's resources for this stream. The tokens that were generated are recorded."""
         self._handle.close()
-        with suppress(RuntimeError):  # the server is about to end
+        with suppress(RuntimeError):  # the server is shutting down
             for remember in self._answers.close():
                 self._memory.submit(self._handle.client, remember)
 
@@ -183,30 +183,30 @@ def _ms(seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A loaded model behind HTTP."""
+    """A loaded model that is served over HTTP."""
 
     llm: LLM
     engine: AsyncEngine
     name: str
-    """What clients call it."""
+    """The model's name for clients."""
     memory: FairExecutor
-    """One thread, which remembers each client's answers in their order."""
+    """One thread, which records each client's answers in their order."""
     records: ActiveRequests
     documents: DocumentTexts = field(default_factory=DocumentTexts)
-    """Texts of the documents that were used last."""
+    """Texts of the most recently used documents."""
     forks: ForkStore = field(default_factory=lambda: ForkStore(Limits()))
 
-    # of one request
+    # the fields below belong to one request
     pictures: Shown | RequestError = field(default_factory=dict)
-    """What the parts of its messages show, by their fields, or why they cannot be read."""
+    """The images of the request's messages, keyed by their fields, or the error if they cannot be read."""
     text_of: TextOf = lambda _: None
-    """Returns the text of a document."""
+    """Returns the text of a document by its digest."""
     bounded: bool = True
-    """False if its prompts may be longer than the context: they are only counted, or truncated."""
+    """False if prompts may exceed the context, because they are only counted or are truncated."""
     owner: str | None = None
-    """The owner of its API key."""
+    """The owner of the request's API key."""
     adapter: LoadedAdapter | None = None
-    """Computes its answers."""
+    """The adapter that computes the answers."""
 
     @property
     def limits(self) -> Limits:
@@ -219,7 +219,7 @@ class ServedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """RequestError if the model has none."""
+        """Returns the model's tokenizer. Raises RequestError if there is none."""
         return self.llm.chat_processor.tokenizer
 
     @property
@@ -231,15 +231,15 @@ class ServedModel:
         return self.llm.runtime.path is not None
 
     async def stop(self) -> None:
-        """Ends what runs, and waits until all answers are remembered."""
+        """Ends all running requests, and waits until all answers are recorded."""
         await self.engine.stop()
         await asyncio.to_thread(self.memory.shutdown)
 
     async def start(self, request: Request, prepared: Sequence[PreparedRequest], prompt_field: str, whole: bool,
                     names: Mapping[str, str] = MappingProxyType({}), response: str = "") -> GenerationStream:
-        """Gives prepared requests to the engine. prompt_field: the field of the prompts. whole: the answers are not
-        streamed. names: what the client calls the fields of its request. response: the id under which other requests
-        may fork the answers."""
+        """Submits prepared requests to the engine. prompt_field: the field that holds the prompts. whole: the answers
+        are not streamed. names: maps field names to the client's names. response: the id under which other requests may
+        fork the answers."""
         record = record_of(request)
         self.records.take(record, sum(each.request.choices for each in prepared))
         prepared = [_charged(each, record, self.adapter) for each in prepared]
@@ -260,12 +260,12 @@ class ServedModel:
             run.keep_tokens()
         if self.records.texts:
             record.spell = self.text
-        if record.cancelled:  # while it was prepared
+        if record.cancelled:  # cancelled while it was prepared
             run.cut_short()
         return run
 
     async def gather(self, request: Request, run: GenerationStream) -> list[ChoiceDelta]:
-        """Returns all finished choices, unless the client disconnects before."""
+        """Returns all finished choices, unless the client disconnects first."""
         try:
             return await while_connected(request.receive, run.gather(self.limits.max_answer_values))
         finally:
@@ -290,7 +290,7 @@ class ServedModel:
 
 
 def _charged(prepared: PreparedRequest, record: RequestRecord, adapter: LoadedAdapter | None) -> PreparedRequest:
-    """The request, charged to a client, with the owner of the key in its salt and in the names of sessions."""
+    """Returns the request, charged to a client, with the key's owner added to its salt and to its session names."""
     salt = salt_of(record.prefix_owner, prepared.request.cache_salt)
     name, parent = (each and f"{record.owner} {salt} {each}" for each in (record.lineage.name, record.lineage.parent))
     lineage = Lineage(name, parent, prepared.request.lineage.forks)
@@ -299,7 +299,7 @@ def _charged(prepared: PreparedRequest, record: RequestRecord, adapter: LoadedAd
 
 
 async def _compile(record: RequestRecord, prepared: Sequence[PreparedRequest]) -> None:
-    """Compiles grammars, in the client's turn."""
+    """Compiles the grammars of the requests, in the client's turn."""
     if any(each.grammar for each in prepared):
         await record.executors.grammars.run(record.client_id, lambda: [each.compiled() for each in prepared])
 

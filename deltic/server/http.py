@@ -1,7 +1,7 @@
 """HTTP plumbing that all APIs share: JSON, server-sent events, clients that disconnect, and large answers.
 
-Large answers are sent in pieces: asyncio copies a body that is written as a whole twice on the event loop, and 100 MiB
-would stall it for half a second.
+Large answers are sent in pieces. asyncio copies a body that is written as a whole twice on the event loop, and 100 MiB
+would stall the loop for half a second.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("deltic")
 
 PIECE: Final = 64 << 10
-"""Bytes that are written in a turn of the event loop."""
+"""Bytes that are written in one turn of the event loop."""
 DROP: Final = "drop_connection"
-"""Key in a scope's state of the function that closes the connection at once, if the server has one."""
+"""Key in the scope's state. Its value is the function that closes the connection at once, if the server has one."""
 KEEP_ALIVE = 15.0
 """Seconds of silence after which a stream sends a ping."""
 _SMALL: Final = 2000
-"""Tokens and logprobs of an answer that is written in the event loop."""
+"""Tokens and logprobs up to which an answer is written in the event loop."""
 
 Result = TypeVar("Result")
 
@@ -44,7 +44,7 @@ def dump(data: Any) -> bytes:
     """
     try:
         return to_json(data, fallback=_items)
-    except PydanticSerializationError:  # a lone surrogate, as in the name of a file
+    except PydanticSerializationError:  # a lone surrogate, for example in the name of a file
         return json.dumps(data, ensure_ascii=False, separators=(",", ":"), default=list).encode("utf-8", "replace")
 
 
@@ -57,18 +57,18 @@ def json_response(data: Any, status: int = 200) -> Response:
 
 
 async def dumped(record: RequestRecord, work: Callable[[], bytes], size: int) -> bytes:
-    """Returns the result of work, done in a thread if it is large. size: its tokens and logprobs."""
+    """Returns the result of `work`, run in a thread if it is large. size: number of tokens and logprobs."""
     return work() if size <= _SMALL else await record.work(work, size)
 
 
 async def written(request: Request, data: Any, size: int) -> Response:
-    """Returns a JSON response, written in a thread if it is large. size: its tokens and logprobs."""
+    """Returns a JSON response, encoded in a thread if it is large. size: number of tokens and logprobs."""
     text = await dumped(request.state.record, partial(dump, data), size)
     return Response(text, media_type="application/json")
 
 
 def spliced(head: bytes, data: Mapping[str, Any]) -> bytes:
-    """Adds fields to an object that is JSON already."""
+    """Adds fields to an object that is already encoded as JSON."""
     return head[:-1] + b"," + dump(data)[1:]
 
 
@@ -78,7 +78,7 @@ def event(data: Any, name: str | None = None) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Does work, or cancels it and raises ClientDisconnect when the client disconnects. The body must be read."""
+    """Awaits `work`, or cancels it and raises ClientDisconnect when the client disconnects. Read the body before."""
     task, gone = asyncio.current_task(), False
     assert task is not None
 
@@ -103,8 +103,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
 class EventStream(Response):
     """Streams server-sent events until the client disconnects.
 
-    on_error: makes the last event if an event cannot be made. close: frees the source of the events. ping: sent after
-    each KEEP_ALIVE seconds of silence.
+    on_error: makes the last event if an event cannot be made. close: frees the source of the events. ping: event that
+    is sent after each KEEP_ALIVE seconds of silence.
     """
 
     media_type = "text/event-stream"
@@ -152,29 +152,29 @@ class EventStream(Response):
 
 
 class JsonLines(EventStream):
-    """Streams JSON values, one a line."""
+    """Streams JSON values, one per line."""
 
     media_type = "application/x-ndjson"
 
 
 @dataclass(eq=False, slots=True)
 class _Unsent:
-    """A body that is being sent. held: bytes that are not sent yet."""
+    """A body that is being sent. held: number of its bytes that are not sent yet."""
 
     drop: Callable[[], None]
     held: int
 
 
 class Outbox:
-    """Sends the large bodies of a server. most_mib: bound of the unsent bytes. held: unsent bytes."""
+    """Sends the large bodies of a server. most_mib: limit for the unsent bytes, in MiB. held: unsent bytes."""
 
     def __init__(self, most_mib: int) -> None:
         self.held = 0
         self._most_mib = most_mib
-        self._sending: dict[_Unsent, None] = {}  # the oldest first
+        self._sending: dict[_Unsent, None] = {}  # oldest first
 
     async def send(self, scope: Scope, send: Send, message: Message) -> None:
-        """Sends an ASGI message; a large body goes out in pieces."""
+        """Sends an ASGI message. A large body is sent in pieces."""
         body = message.get("body", b"")
         if len(body) <= PIECE:
             await send(message)
@@ -187,12 +187,12 @@ class Outbox:
                 more = end < len(body) or message.get("more_body", False)
                 await send({**message, "body": body[start:end], "more_body": more})
                 self._release(unsent, min(PIECE, unsent.held))
-                await asyncio.sleep(0)  # a client that reads as fast as this writes would keep the loop
+                await asyncio.sleep(0)  # without this, a client that reads as fast as this writes would occupy the loop
         finally:
             self._give_up(unsent)
 
     def _hold(self, unsent: _Unsent, size: int) -> None:
-        """Counts a body. If all bodies take too much, the connections of the oldest are closed."""
+        """Counts the unsent bytes of a body. If all bodies take too much, closes the connections of the oldest."""
         self.held += size
         unsent.held = size
         while self._sending and self.held > self._most_mib << 20:

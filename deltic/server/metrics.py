@@ -1,4 +1,4 @@
-"""/metrics in Prometheus' text format, version 0.0.4."""
+"""The /metrics page in Prometheus' text format, version 0.0.4."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Labels = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric. read: returns its value: a number, numbers by the value of `label`, or a histogram. None: no sample."""
+    """A metric. read: returns a number, numbers keyed by the value of `label`, a histogram, or None for no sample."""
 
     name: str
     kind: str
@@ -34,13 +34,13 @@ class Metric:
 
 
 class RemoteCounts(Protocol):
-    """Counts prompts that other replicas were to compute."""
+    """Counts the prompts that were handed to other replicas."""
 
     outcomes: Mapping[str, int]
 
 
 class Ended(Protocol):
-    """Counts requests that the server has ended, or handed over."""
+    """Counts requests that the server ended early or handed over."""
 
     displaced: int
     unread: int
@@ -50,7 +50,7 @@ class Ended(Protocol):
 
 
 def exposition(models: Mapping[str, EngineSnapshot], responses: Mapping[int, int], lost_lines: int = 0) -> str:
-    """Returns the page of a server. responses: counts by status. lost_lines: of the request log."""
+    """Returns the metrics page of a server. responses: counts by status. lost_lines: of the request log."""
     statuses = {str(status): count for status, count in sorted(responses.items())}
     server = [
         Metric("http_responses_total", "counter", "Responses by status; 499: the client had disconnected.",
@@ -64,12 +64,12 @@ def exposition(models: Mapping[str, EngineSnapshot], responses: Mapping[int, int
 
 
 def ended_early(models: Mapping[str, Ended]) -> str:
-    """Returns the metrics of requests that the server has ended before their answers were complete."""
+    """Returns the metrics of requests that the server ended before their answers were complete."""
     return page(_ENDED, models)
 
 
 def page(metrics: Sequence[Metric], sources: Mapping[Any, Any]) -> str:
-    """Returns the samples of these metrics. sources: what they are read from, by model; None: no label."""
+    """Returns the samples of these metrics. sources: objects that metrics are read from, by model; None: no label."""
     lines = list[str]()
     for metric in metrics:
         samples = [line for model, source in sources.items() for line in _samples(metric, model, source)]
@@ -93,7 +93,7 @@ def _samples(metric: Metric, model: str | None, source: Any) -> Iterator[str]:
 
 
 def _histogram(name: str, common: Labels, found: Distribution) -> Iterator[str]:
-    """Buckets are cumulative. The count is the last bucket, so that the two always agree."""
+    """Yields a histogram's lines. Buckets are cumulative. The count is the last bucket, so they always agree."""
     counts = [*accumulate(found.counts)]
     for bound, count in zip((*map(str, found.bounds), "+Inf"), counts, strict=True):
         yield f"deltic_{name}_bucket{_labels({**common, 'le': bound})} {count}"

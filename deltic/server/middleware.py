@@ -1,4 +1,4 @@
-"""Checks before the endpoints: which hosts and web pages may use the server, and API keys."""
+"""Checks that run before the endpoints: allowed hosts, allowed web pages, and API keys."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from deltic.server.errors import Problem, ProblemError, refusal
 from deltic.server.records import record_of
 
 LOCAL_NAMES: Final = ("localhost", "*.localhost", "*.docker.internal", "*.containers.internal", "*.lima.internal")
-"""Names of a machine on itself and on its containers."""
+"""Names by which a machine is known to itself and to its containers."""
 _MOST_KEYS: Final = 1000
 _LONGEST_NAME: Final = 100
 
 
 class HostCheck:
-    """Refuses requests for hosts that are not allowed, and requests of other web pages.
+    """Refuses requests for hosts that are not allowed, and requests from other web pages.
 
-    hosts: allowed names; `*.name` allows all below a name, `*` everything. Addresses are always allowed: a web page
+    hosts: allowed names; `*.name` allows all names below it, `*` all names. IP addresses are always allowed: a web page
     that reaches the server by DNS rebinding sends its name. Starlette's TrustedHostMiddleware would refuse them.
-    origins: web pages that may use the server, besides its own; `*` allows all.
+    origins: web pages that may use the server in addition to its own; `*` allows all.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str], origins: Sequence[str]) -> None:
@@ -52,7 +52,7 @@ class HostCheck:
             if not self._allows(_name_of(host)):
                 return Problem(403, f"the host {show(_name_of(host))} is not allowed: ask by address, or start the "
                                     "server with --allowed-host", code="host_not_allowed")
-        if sent.get(b"sec-fetch-site") == ["same-origin"]:  # sent by browsers; a proxy may have changed the Host
+        if sent.get(b"sec-fetch-site") == ["same-origin"]:  # sent by browsers; a proxy may have changed the Host header
             return None
         for origin in sent.get(b"origin", ()):
             own = origin.lower().partition("://")[2] in [host.lower() for host in hosts]
@@ -72,14 +72,14 @@ class HostCheck:
 
 
 def _name_of(host: str) -> str:
-    """Removes the port, and a dot at the end."""
+    """Returns the host without its port and a trailing dot."""
     name = host.strip().lower()
     return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0].removesuffix(".")
 
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """name: in the log. id: identity for everything that is stored."""
+    """name: the owner's name in the log. id: the owner's identity for all stored data."""
 
     name: str
     id: str
@@ -90,8 +90,8 @@ class ApiKeyAuth:
 
     owners: names by key; keys with the same name have one owner. share_prefix_cache: owners share cached prefixes.
 
-    A key without a name has an owner of its own. The log names it by its position. Its owner's identity is a digest of
-    the key: a position may belong to another key after a restart, and must not give access to stored data.
+    A key without a name is its own owner. The log names it by its position. The owner's identity is a digest of the
+    key: a position may belong to another key after a restart, and must not give access to stored data.
     """
 
     def __init__(self, owners: Mapping[str, str | None], share_prefix_cache: bool = False) -> None:
@@ -104,13 +104,13 @@ class ApiKeyAuth:
                         for number, (key, name) in enumerate(owners.items(), 1) for spelled in _spellings(key)]
 
     def check(self, request: Request) -> None:
-        """Reads the key from `Authorization: Bearer` or `x-api-key`; status 401 if it is missing or wrong."""
+        """Reads the key from `Authorization: Bearer` or `x-api-key`. Raises status 401 if it is missing or wrong."""
         sent = dict(reversed(request.headers.raw))
         bearer = sent.get(b"authorization", b"")
         given = [sent[b"x-api-key"]] if b"x-api-key" in sent else []
         if bearer[:7].lower() == b"bearer ":
             given.append(bearer[7:])
-        # all keys are compared, so that the time tells nothing
+        # compares all keys, so that the duration reveals nothing about them
         found = [owner for value in given for key, owner in self._owners if hmac.compare_digest(value, key)]
         if not found:
             raise ProblemError(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY",
@@ -125,7 +125,7 @@ def _digest(key: str) -> str:
 
 
 def _spellings(key: str) -> Iterator[bytes]:
-    """Beyond ASCII most clients send UTF-8, some Latin-1; a key from the environment may be neither."""
+    """Yields a key's encodings. Beyond ASCII most clients send UTF-8, some Latin-1; environment keys may be neither."""
     yield key.encode("utf-8", "surrogateescape")
     if not key.isascii():
         with suppress(UnicodeEncodeError):
@@ -133,8 +133,8 @@ def _spellings(key: str) -> Iterator[bytes]:
 
 
 def read_keys(text: str, file: str) -> dict[str, str | None]:
-    """Returns the owners' names by key. Each line of the file has a key, and perhaps a space and a name. Empty lines
-    and comments (#) are skipped. ConfigError names a wrong line, never a key."""
+    """Returns the owners' names by key. Each line of the file has a key, optionally followed by a space and a name.
+    Empty lines and comments (#) are skipped. Raises ConfigError that names a wrong line, never a key."""
     owners: dict[str, str | None] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):

@@ -1,4 +1,4 @@
-"""Descriptions of the served models in the forms of OpenAI, Anthropic and Codex, and vLLM's routes for tokens."""
+"""Lists the served models in the formats of OpenAI, Anthropic and Codex, and serves vLLM's routes for tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ done.
 - Follow AGENTS.md files: one holds for all files below its folder.
 - End with a short report: what you changed and where, and what you could not do.
 """
-"""Codex takes its instructions from the catalogue."""
+"""Instructions in the model catalogue, from which Codex takes them."""
 
 
 class TokenizeRequest(ChatRequest):
@@ -67,7 +67,7 @@ def routes(models: ModelRegistry, services: Services, check: Check) -> list[Rout
 
 
 def encoder_routes(services: Services, check: Check) -> list[Route]:
-    """The routes of a server that has encoders only."""
+    """Returns the routes of a server that has encoders only."""
     async def models(_: Request) -> Response:
         return json_response({"object": "list", "data": [service.fields() for service in services]})
 
@@ -82,7 +82,7 @@ def _is_anthropic(request: Request) -> bool:
 
 
 def _by_client(endpoint: Endpoint, check: Check) -> Endpoint:
-    """Returns errors in the form of the client."""
+    """Wraps an endpoint so that errors are in the format of the client's API."""
     ours, theirs = answering(endpoint, check, openai_error), answering(endpoint, check, anthropic_error)
 
     async def answer(request: Request) -> Response:
@@ -143,8 +143,8 @@ def _openai(entry: ModelEntry) -> Json:
 
 
 def _codex_catalogue(entries: list[ModelEntry]) -> list[dict[str, Any]]:
-    """Returns the models in Codex's form. Reasoning summaries are declared, because Codex sends thinking back only
-    then."""
+    """Returns the models in Codex's format. Reasoning summaries are declared as supported, because Codex sends thinking
+    back only then."""
     return [_codex_model(entry, place) for place, entry in enumerate(entries)]
 
 

@@ -1,7 +1,7 @@
-"""The models of a server: which are loaded, and how they are loaded and unloaded on demand.
+"""The models of a server: tracks which are loaded, and loads and unloads them on demand.
 
-A model is in use from the arrival of a request for it, before it is loaded, until the last answer is sent. Only a model
-that is not in use is unloaded. All of this happens in the event loop; loading and closing run in a thread.
+A model is in use from the arrival of a request for it, before it is loaded, until the last answer is sent. Only models
+that are not in use are unloaded. All of this happens in the event loop; loading and closing run in a thread.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from deltic.vision.prompt import UnreadImages
 log = logging.getLogger("deltic")
 
 _FAILED_SECONDS: Final = 30.0
-"""Seconds after which loading is tried again if it failed."""
+"""Seconds until a failed load is tried again."""
 _READERS: Final = 2
-"""Requests whose documents are read at the same time, one of a client."""
+"""Number of requests whose documents are read at the same time, at most one per client."""
 _CHECKS: Final = 4
-"""Checks for idle models in the time that a model may be idle."""
+"""Number of checks for idle models per `idle_unload` period."""
 
 Result = TypeVar("Result")
 
@@ -54,23 +54,23 @@ class ModelSource:
     """A model that can be loaded."""
 
     name: str
-    """What clients call it."""
+    """The model's name for clients."""
     load: Callable[[], LLM]
-    """Loads it, in a thread."""
+    """Function that loads the model; called in a thread."""
     size: int = 0
-    """Bytes of memory that it takes."""
+    """Bytes of memory that the model takes."""
     aliases: tuple[str, ...] = ()
-    """Other names for clients."""
+    """Other names that clients may use."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSet:
-    """The models of one server. The first one is used for requests without a name."""
+    """The models of one server. The first one serves requests that name no model."""
 
     sources: tuple[ModelSource, ...]
     limits: Limits = field(default_factory=Limits)
     memory: int | None = None
-    """Bytes for all loaded models; None: no bound."""
+    """Limit in bytes for all loaded models together; None: no limit."""
     idle_unload: float | None = None
     """Seconds without a request after which a model is unloaded; None: never."""
 
@@ -111,7 +111,7 @@ class _RegisteredModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A model as clients see it. context, sees: None if it was never loaded."""
+    """A model as clients see it. context, sees: None if the model was never loaded."""
 
     name: str
     created: int
@@ -119,15 +119,15 @@ class ModelEntry:
     sees: bool | None
     loaded: bool
     parent: str | None = None
-    """The model that an adapter changes."""
+    """The model to which an adapter belongs."""
 
 
 class ModelRegistry:
-    """The models of one server."""
+    """Finds, loads and unloads the models of one server."""
 
     def __init__(self, models: ModelSet, reader: BodyReader, records: ActiveRequests,
                  stuck_after: float = STUCK_AFTER) -> None:
-        """stuck_after: seconds without progress after which an engine counts as stuck."""
+        """Creates the registry. stuck_after: seconds without progress after which an engine counts as stuck."""
         self.models, self.limits = models, models.limits
         self.pictures, self.forks = PictureDecoder(models.limits), ForkStore(models.limits)
         self._reader = reader
@@ -135,7 +135,7 @@ class ModelRegistry:
         self._stuck_after = stuck_after
         self._entries = {source.name: _RegisteredModel(source) for source in models.sources}
         self._thread = ThreadPoolExecutor(1, "deltic-models")
-        # its threads wait for child processes
+        # the threads wait for child processes, so turns go by wall time
         self._document_readers = FairExecutor(_READERS, "deltic-documents", processor=time.monotonic)
         self._closing: set[asyncio.Task[None]] = set()
         self._watching: asyncio.Task[None] | None = None
@@ -146,7 +146,7 @@ class ModelRegistry:
         return [entry.served for entry in self._entries.values() if entry.served]
 
     def keep(self, llm: LLM) -> ServedModel:
-        """Serves the only model, which belongs to the process and is not closed."""
+        """Serves a single model that belongs to the process and is never closed."""
         entry, = self._entries.values()
         served = self._serve(llm, entry.source.name)
         entry.loaded(served)
@@ -158,7 +158,7 @@ class ModelRegistry:
         return ServedModel(llm, engine, name, FairExecutor(1, "deltic-memory"), self._records, forks=self.forks)
 
     def entries(self) -> list[ModelEntry]:
-        """Returns the models, and after each its adapters."""
+        """Returns all models, each followed by its adapters."""
         found = list[ModelEntry]()
         for entry in self._entries.values():
             own = ModelEntry(entry.source.name, entry.created, entry.context, entry.sees, entry.served is not None)
@@ -167,7 +167,7 @@ class ModelRegistry:
         return found
 
     def entry(self, model: str) -> ModelEntry:
-        """Returns a model or an adapter by its name. Status 404 if there is none."""
+        """Returns a model or an adapter by its name. Raises status 404 if there is none."""
         named, adapter = self._named(model)
         wanted = (adapter.name, named.source.name) if adapter else (named.source.name, None)
         return next(entry for entry in self.entries() if (entry.name, entry.parent) == wanted)
@@ -177,8 +177,8 @@ class ModelRegistry:
         """Returns the model that a body asks for, the body, and the result of `prepare` for both; see
         `BodyReader.read`. The model stays loaded until the request ends.
 
-        answers: False if the request only counts tokens: it takes no place, and its prompts may have any length.
-        BusyError before the body is read if there is no room for an answer.
+        answers: False if the request only counts tokens. It then takes no place, and its prompts may have any length.
+        Raises BusyError before the body is read if there is no room for an answer.
         """
         record = record_of(request)
         if answers:
@@ -197,7 +197,7 @@ class ModelRegistry:
         try:
             return replace(served, pictures=await self.pictures.read(record.client_id, missing.reading))
         except RequestError as error:
-            return replace(served, pictures=error)  # raised where the client's name of the field is known
+            return replace(served, pictures=error)  # raised later, where the client's name of the field is known
 
     async def _choose(self, record: RequestRecord, answers: bool, body: object) -> ServedModel:
         entry, adapter = self._named(getattr(body, "model", None))
@@ -215,8 +215,8 @@ class ModelRegistry:
         return await self._with_documents(record, served, body) if notes and notes.may_have_files else served
 
     async def _with_documents(self, record: RequestRecord, served: ServedModel, body: object) -> ServedModel:
-        """Reads the documents of a request, in threads of their own and in the client's turn. Reading ends when the
-        client disconnects."""
+        """Reads the documents of a request, in separate threads and in the client's turn. Reading ends when the client
+        disconnects."""
         contents = [getattr(body, name, None) for name in ("messages", "input")]
         found = await record.work(lambda: list(documents_in(contents)))
         if not found:
@@ -231,7 +231,7 @@ class ModelRegistry:
         return replace(served, text_of=lambda name: texts.get(name) or served.text_of(name))
 
     def start(self) -> None:
-        """Accepts requests."""
+        """Starts accepting requests."""
         for served in self.loaded:
             served.engine.start()
         if self.models.idle_unload is not None:
@@ -244,7 +244,7 @@ class ModelRegistry:
         return Health("; ".join(faults) or None, self._draining, sum(now.requests for _, now in found))
 
     async def drain(self, grace: float) -> None:
-        """Accepts no more requests, and ends the running ones after `grace` seconds."""
+        """Stops accepting requests, and ends the running ones after `grace` seconds."""
         self._draining = True
         await asyncio.gather(*(served.engine.drain(grace) for served in self.loaded))
 
@@ -268,7 +268,7 @@ class ModelRegistry:
         self._thread.shutdown()
 
     def _named(self, model: str | None) -> tuple[_RegisteredModel, LoadedAdapter | None]:
-        """Returns a model, and the adapter if the name is that of one, or of both: model:adapter."""
+        """Returns a model, and the adapter if the name is an adapter's name or has the form model:adapter."""
         if entry := self._model(model):
             return entry, None
         name = (model or "").removesuffix(":latest")
@@ -284,7 +284,7 @@ class ModelRegistry:
 
     def _model(self, model: str | None) -> _RegisteredModel | None:
         entries = [*self._entries.values()]
-        for name in (model, (model or "").removesuffix(":latest")):  # as Ollama's clients write it
+        for name in (model, (model or "").removesuffix(":latest")):  # Ollama's clients append ":latest"
             for entry in entries:
                 if name == entry.source.name or name in entry.source.aliases:
                     return entry
@@ -295,8 +295,8 @@ class ModelRegistry:
         entry.used = time.monotonic()
 
     async def _load(self, entry: _RegisteredModel) -> ServedModel:
-        """Loads a model, or waits until it is loaded. UnavailableError if it cannot be loaded, BusyError if there is
-        no room now."""
+        """Loads a model, or waits until it is loaded. Raises UnavailableError if it cannot be loaded, BusyError if
+        there is no room at the moment."""
         if entry.loading is None:
             if self._draining:
                 raise BusyError("the server is shutting down: try again later, or elsewhere")
@@ -305,7 +305,7 @@ class ModelRegistry:
             self._make_room(entry)
             entry.loading = asyncio.create_task(self._bring(entry, tuple(self._closing)))
             entry.loading.add_done_callback(_mark_read)
-        return await asyncio.shield(entry.loading)  # other clients may wait for it too
+        return await asyncio.shield(entry.loading)  # other clients may wait for the same load
 
     def _make_room(self, entry: _RegisteredModel) -> None:
         """Unloads as many unused models as needed, the least recently used first."""
@@ -358,14 +358,14 @@ class ModelRegistry:
         await served.stop()
         await self._threaded(served.llm.close)
         del served
-        await self._threaded(gc.collect)  # the weights are in reference cycles
+        await self._threaded(gc.collect)  # reference cycles keep the weights alive
         log.info("the model %s is unloaded", show(name))
 
     async def _threaded(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _watch(self, idle: float) -> None:
-        """Unloads models that were not used for so long."""
+        """Unloads models that were unused for `idle` seconds. Runs until cancelled."""
         while True:
             await asyncio.sleep(idle / _CHECKS)
             for entry in self._entries.values():
@@ -374,12 +374,12 @@ class ModelRegistry:
 
 
 def only(llm: LLM, name: str, aliases: tuple[str, ...]) -> ModelSet:
-    """Returns a set of one model that is loaded already."""
+    """Returns a set of one model that is already loaded."""
     return ModelSet((ModelSource(name, lambda: llm, aliases=aliases),), llm.runtime.options.limits)
 
 
 def _mark_read(task: asyncio.Task[ServedModel]) -> None:
-    """Keeps asyncio from reporting an error, which is in the log, if all clients have disconnected."""
+    """Keeps asyncio from reporting an error that is already in the log if all clients have disconnected."""
     if not task.cancelled():
         task.exception()
 

@@ -1,4 +1,4 @@
-"""Ollama's API: answers, vectors, and descriptions of models."""
+"""Ollama's API: answers, embeddings, and descriptions of models."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ from deltic.server.records import RequestRecord, record_of
 from deltic.server.routing import ApiRoute, Check, Endpoint
 
 API_VERSION: Final = "0.13.0"
-"""The version of Ollama whose API this is; clients check it."""
+"""Version of Ollama's API that this module implements; clients check it."""
 _TAG: Final = ":latest"
 _NEVER: Final = "2318-01-01T00:00:00Z"
-"""When models expire that are not unloaded."""
+"""Expiry time reported for models that are never unloaded."""
 _BYTES: Final = {"float32": 4}
 _NANO: Final = 1_000_000_000
 _NO_DETAILS: Final = {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": "",
@@ -60,8 +60,8 @@ EmbedBody = TypeVar("EmbedBody", OllamaEmbedRequest, OllamaEmbeddingsRequest)
 
 
 class Prepared(NamedTuple):
-    """request: None if the client only wants the model to be loaded. remembers: the client gets the tokens of the
-    conversation, and sends them back."""
+    """A prepared request. request: None if the client only wants the model to be loaded. remembers: the client gets the
+    tokens of the conversation and sends them back."""
 
     request: PreparedRequest | None
     names: Names
@@ -70,7 +70,7 @@ class Prepared(NamedTuple):
 
 
 def routes(models: ModelRegistry | None, services: Services, reader: BodyReader, check: Check) -> list[Route]:
-    """models: those for chat, if there are any."""
+    """Returns the routes of Ollama's API. models: chat models, if there are any."""
     endpoints = _OllamaEndpoints(models, services, reader)
     found: list[tuple[str, Endpoint, type[Fields] | None]] = [
         ("/api/embed", endpoints.embed, OllamaEmbedRequest),
@@ -133,7 +133,7 @@ class _OllamaEndpoints:
         return json_response(_shown(entry, self._loaded().get(entry.name)))
 
     async def pull(self, request: Request) -> Response:
-        """Reports success for a model that is served; downloads nothing."""
+        """Reports success if the model is served; downloads nothing."""
         body = await self._model_request(request)
         if not self.services.named(body.meant):
             self._entry(body.meant)
@@ -176,7 +176,7 @@ def _to_embed(service: EmbeddingService, body: OllamaEmbedRequest | OllamaEmbedd
     else:
         asked, names = EmbeddingsRequest(input=body.input, truncate=body.truncate is not False,
                                          dimensions=body.dimensions), {}
-    if asked.input in (None, "", []):  # clients test in this way if the model is served
+    if asked.input in (None, "", []):  # clients send this to test whether the model is served
         return [], asked
     with renamed(names):
         return to_embed(service, asked), asked
@@ -254,7 +254,7 @@ async def _stream(run: GenerationStream, record: RequestRecord, formatter: Ollam
 
 
 def _end(run: GenerationStream, began: float, choice: Choice, ids: Sequence[int]) -> Json:
-    """Returns why an answer ended, its counts and durations. ids: the prompt's, if the client is to send them back."""
+    """Returns an answer's stop reason, counts and durations. ids: the prompt's ids, if the client is to get them."""
     waited, answered = run.seconds
     context = {"context": [*ids, *choice.tokens]} if ids else {}
     return {"done_reason": choice.finish, "total_duration": _since(began), "load_duration": 0,
@@ -287,7 +287,7 @@ def _stamp(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OllamaFormatter:
-    """Formats an answer. chat: to a conversation, not to a prompt. spell: the bytes of a token; None: no logprobs."""
+    """Formats an answer. chat: for /api/chat, not /api/generate. spell: returns a token's bytes; None: no logprobs."""
 
     model: str
     chat: bool
@@ -295,7 +295,7 @@ class OllamaFormatter:
 
     def answer(self, text: str, thinking: str = "", calls: Sequence[AnswerCall] = (),
                scores: Iterable[TokenScore] = (), done: bool = False) -> Json:
-        """Returns an answer, or a part of one."""
+        """Returns an answer, or part of one."""
         more: Json = {"thinking": thinking} if thinking else {}
         if complete := _complete(calls):
             more["tool_calls"] = complete
@@ -306,7 +306,7 @@ class OllamaFormatter:
         return {"model": self.model, "created_at": _stamp(time.time()), **message, "done": done, **logprobs}
 
     def part(self, delta: ChoiceDelta) -> Json | None:
-        """Returns a part of an answer, if there is anything in it. Calls come at the end."""
+        """Returns a part of an answer, or None if it would be empty. Tool calls come at the end."""
         text = "".join(each.text for each in delta.deltas if each.kind == "content")
         thinking = "".join(each.text for each in delta.deltas if each.kind == "reasoning")
         calls = delta.done.calls if delta.done and _complete(delta.done.calls) else ()
@@ -322,7 +322,7 @@ class OllamaFormatter:
 
 
 def _complete(calls: Sequence[AnswerCall]) -> list[Json]:
-    """Returns the calls that were not cut: Ollama's arguments are objects, not text."""
+    """Returns the complete tool calls. Ollama's arguments are objects, so a call that was cut off cannot be shown."""
     found = list[Json]()
     for call in calls:
         with suppress(ValueError):
@@ -340,7 +340,7 @@ def _tagged(name: str) -> str:
 
 
 def _listed(name: str, created: int, served: ServedModel | None) -> Json:
-    """Returns a model as /api/tags lists it. served: if it is loaded."""
+    """Returns a model as /api/tags lists it. served: the loaded model, if it is loaded."""
     llm = served.llm if served else None
     return {"name": _tagged(name), "model": _tagged(name), "modified_at": _stamp(created), "size": _size(llm),
             "digest": sha256(name.encode("utf-8", "replace")).hexdigest(), "details": _details(llm)}
@@ -354,7 +354,7 @@ def _running(entry: ModelEntry, served: ServedModel) -> Json:
 
 
 def _shown(entry: ModelEntry, served: ServedModel | None) -> Json:
-    """Returns a model as /api/show describes it; little of a model that is not loaded."""
+    """Returns a model as /api/show describes it. Few fields are known for a model that is not loaded."""
     found: Json = {"modified_at": _stamp(entry.created), "details": _details(served.llm if served else None),
                    "model_info": {}, "capabilities": ["completion"], "template": "", "parameters": "",
                    "modelfile": f"FROM {entry.name}\n"}
@@ -391,7 +391,7 @@ def _details(llm: LLM | None) -> Json:
 
 
 def _size(llm: LLM | None) -> int:
-    """Returns about the bytes of a model's weights."""
+    """Returns the approximate size of a model's weights in bytes."""
     return llm.runtime.config.parameter_count * _BYTES.get(llm.runtime.config.dtype, 2) if llm else 0
 
 
@@ -400,7 +400,7 @@ def _count(count: int) -> str:
 
 
 def _parameters(llm: LLM) -> str:
-    """Returns the sampling defaults."""
+    """Returns the model's default sampling parameters."""
     generation = llm.runtime.generation
     found = {name: getattr(generation, name, None) for name in ("temperature", "top_k", "top_p", "min_p")}
     return "\n".join(f"{name} {value}" for name, value in found.items() if value is not None)

@@ -11,11 +11,11 @@ from deltic.server.fields import Body, Fields, SaltedFields, read_fields, rename
 from deltic.server.openai_schema import MESSAGES_SCHEMA, ChatRequest, CompletionRequest, SamplingFields
 
 _OPTIONS: Final = frozenset((*SamplingFields.model_fields, "stop"))
-"""Options that have the same name in a chat request. Others, such as `num_predict`, are translated for all APIs."""
+"""Options with the same name in a chat request. Other options, such as `num_predict`, are translated for all APIs."""
 
 Json = dict[str, Any]
 Names = dict[str, str]
-"""What the client calls our fields."""
+"""Maps field names of a translated request to the client's names."""
 
 
 class OllamaRequest(SaltedFields):
@@ -37,13 +37,13 @@ class OllamaRequest(SaltedFields):
         return self.stream is not False
 
     def _translated(self, schema: type[Body], given: Json, names: Names, limits: Limits) -> tuple[Body, Names]:
-        """Returns a request of OpenAI's API, and what the client calls its fields. given: fields besides options."""
+        """Returns a request of OpenAI's API, and the client's names of its fields. given: fields besides options."""
         options = {name: value for name, value in (self.options or {}).items() if value is not None}
         names |= {"response_format": "format", **{name: f"options.{name}" for name in options}}
         for name in options:
             if name in schema.model_fields and name not in _OPTIONS:
                 raise unknown_field("options.", name, (*_OPTIONS, "num_predict", "num_ctx", "repeat_penalty"))
-        if options.get("num_predict") == -2:  # as many as the context holds
+        if options.get("num_predict") == -2:  # -2: as many tokens as the context holds
             options["num_predict"] = -1
         self.ignored.extend(name for name in ("truncate", "shift") if getattr(self, name))
         fields = options | {"response_format": _format(self.format), "cache_salt": self.cache_salt, **given}
@@ -64,7 +64,7 @@ class OllamaChatRequest(OllamaRequest):
     tools: list[Any] | None = None
 
     def chat(self, limits: Limits) -> tuple[ChatRequest, Names]:
-        """Returns the chat request that means the same, and what the client calls its fields."""
+        """Returns the equivalent chat request, and the client's names of its fields."""
         names = Names()
         messages = [_message(message, f"messages[{index}]", names) for index, message in enumerate(self.messages)]
         given = {"messages": messages, "tools": self.tools, "think": self.think, "logprobs": self.logprobs,
@@ -94,7 +94,7 @@ class OllamaGenerateRequest(OllamaRequest):
         return not self.prompt and not self.images and not self.suffix
 
     def chat(self, limits: Limits) -> tuple[ChatRequest, Names]:
-        """Returns the prompt as a chat request, and what the client calls its fields."""
+        """Returns the prompt as a chat request, and the client's names of its fields."""
         self._refuse()
         names = {"messages[0]": "system"} if self.system else Names()
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -106,7 +106,7 @@ class OllamaGenerateRequest(OllamaRequest):
         return self._translated(ChatRequest, given, names, limits)
 
     def completion(self, limits: Limits) -> tuple[CompletionRequest, Names]:
-        """Returns a raw prompt, or one with a suffix, as a completion."""
+        """Returns a raw prompt, or a prompt with a suffix, as a completion request."""
         self._refuse()
         for name in ("system", "images", "context"):
             if getattr(self, name):
@@ -142,7 +142,7 @@ class OllamaEmbedRequest(SaltedFields):
 
 
 class OllamaEmbeddingsRequest(SaltedFields):
-    """The body of /api/embeddings, the older form."""
+    """The body of /api/embeddings, the older endpoint."""
 
     model: str | None = None
     prompt: str | None = None
@@ -151,7 +151,7 @@ class OllamaEmbeddingsRequest(SaltedFields):
 
 
 class OllamaModelRequest(Fields):
-    """The body of /api/show and /api/pull. name: what older clients call the model."""
+    """The body of /api/show and /api/pull. name: the model, as older clients send it."""
 
     model: str | None = None
     name: str | None = None
@@ -171,7 +171,7 @@ class OllamaModelRequest(Fields):
 
 
 def _format(given: Any) -> Json | None:
-    """Reads `json`, or a schema."""
+    """Returns the response format for `json` or for a schema."""
     if given in (None, "", {}):
         return None
     if given == "json":
@@ -193,7 +193,7 @@ def _message(message: Any, path: str, names: Names) -> Any:
 
 
 def _content(text: Any, images: Any, path: str, field: str, names: Names) -> Any:
-    """Returns a text after its images. path, field: of the message, and of the images."""
+    """Returns a text after its images. path: of the message. field: the name of the field with the images."""
     if not images:
         return text
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):

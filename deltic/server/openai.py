@@ -33,14 +33,14 @@ from deltic.server.records import record_of
 from deltic.server.routing import ApiRoute, Check
 
 LEAST: Final = -9999.0
-"""The logprob of an impossible token in OpenAI's answers: JSON has no infinity."""
+"""Logprob of an impossible token in OpenAI's answers, because JSON has no infinity."""
 _DONE: Final = b"data: [DONE]\n\n"
 _UNKNOWN: Final = TokenLogprobs(0.0)
-"""Of a prompt's first token."""
+"""Placeholder for the logprob of a prompt's first token, which has none."""
 
 Json = dict[str, Any]
 Spell = Callable[[int], bytes]
-"""Returns the bytes of a token."""
+"""Function that returns the bytes of a token."""
 
 
 def routes(models: ModelRegistry, check: Check) -> list[Route]:
@@ -67,7 +67,7 @@ def routes(models: ModelRegistry, check: Check) -> list[Route]:
 
 async def _answer(request: Request, served: ServedModel, run: GenerationStream, formatter: Formatter,
                   body: ChatRequest | CompletionRequest, id: str, ids: Sequence[int] = ()) -> Response:
-    """id: of the answer. ids: the prompt's, for a chat that wants its logprobs."""
+    """Returns or streams an answer. id: of the answer. ids: the prompt's ids, for a chat that wants its logprobs."""
     if body.stream:
         chunk = AnswerChunk(formatter.chunk_kind, served.name, id)
         return EventStream(_stream(run, formatter, chunk, body), openai_event, run.close)
@@ -82,7 +82,7 @@ async def _answer(request: Request, served: ServedModel, run: GenerationStream, 
 
 
 def _best(choices: list[ChoiceDelta], made: int, wanted: int) -> list[ChoiceDelta]:
-    """Keeps the choices of each prompt whose tokens are the most probable on average."""
+    """Keeps the choices of each prompt with the highest mean token probability."""
     def mean(choice: ChoiceDelta) -> float:
         return sum(score.logprobs.token for score in choice.scores) / max(len(choice.scores), 1)
 
@@ -112,7 +112,7 @@ def total_tokens(prompt: int, completion: int) -> Json:
 
 
 def usage_fields(usage: Usage) -> Json:
-    """Returns the `usage` of an answer. OpenAI calls drafts predictions."""
+    """Returns the `usage` of an answer. OpenAI calls drafts "predictions"."""
     return {**total_tokens(usage.prompt_tokens, usage.completion_tokens),
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
             "completion_tokens_details": {
@@ -123,7 +123,7 @@ def usage_fields(usage: Usage) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class AnswerChunk:
-    """The fields around the choices of an answer."""
+    """The fields of an answer other than its choices."""
 
     kind: str
     model: str
@@ -135,7 +135,7 @@ class AnswerChunk:
                 "system_fingerprint": f"deltic-{__version__}", "choices": choices, **more}
 
     def events(self, **more: Any) -> Callable[[Json], bytes]:
-        """Returns a function that encodes an event with one choice. The other fields are encoded once."""
+        """Returns a function that encodes an event with one choice. All other fields are encoded once."""
         before, after = event(self.wrap((), **more)).split(b'"choices":[]')
         return lambda choice: before + b'"choices":[' + dump(choice) + b"]" + after
 
@@ -143,8 +143,8 @@ class AnswerChunk:
 class ChatFormatter:
     """Formats the choices of one chat completion.
 
-    scored: logprobs are wanted. hidden: if the thinking is not wanted, returns the text of an answer without tokens,
-    which finds the tokens of the thinking. as_ids: logprobs name tokens by their ids.
+    scored: logprobs are wanted. hidden: given if the client does not want the thinking; returns an AnswerText without
+    tokens, which detects the tokens of the thinking. as_ids: logprobs name tokens by their ids.
     """
 
     whole_kind = "chat.completion"
@@ -169,7 +169,7 @@ class ChatFormatter:
                 "finish_reason": _reason(delta.done.finish, bool(delta.done.calls))}
 
     def chunks(self, delta: ChoiceDelta) -> list[Json]:
-        """Returns the choices of the chunks for a delta. Scores wait for a text to go with."""
+        """Returns the choices of the chunks for a delta. Scores are held back until a chunk has text to carry them."""
         self._scores.setdefault(delta.number, []).extend(self._shown(delta))
         bodies: list[Json] = [_delta(part) for part in delta.deltas if not self._hidden or part.kind != "reasoning"]
         if delta.done:
@@ -198,7 +198,7 @@ class ChatFormatter:
                 "finish_reason": None}
 
     def _shown(self, delta: ChoiceDelta) -> list[TokenScore]:
-        """Returns the scores of a delta, without those of hidden thinking and its tags."""
+        """Returns the scores of a delta, without scores of hidden thinking and its tags."""
         if not self._hidden or not delta.scores:
             return delta.scores
         text = self._texts.get(delta.number) or self._texts.setdefault(delta.number, self._hidden())
@@ -220,7 +220,7 @@ class ChatFormatter:
 
 
 def scored_token(spell: Spell, token: int, logprob: float, as_id: bool = False) -> Json:
-    """Returns a token and its logprob. as_id: it is named by its id."""
+    """Returns a token and its logprob. as_id: names the token by its id."""
     spelled = spell(token)
     name = id_name(token) if as_id else spelled.decode("utf-8", "replace")
     return {"token": name, "logprob": max(logprob, LEAST), "bytes": list(spelled)}
@@ -244,7 +244,7 @@ def _reason(finish: Finish, called: bool) -> str:
 
 
 class CompletionFormatter:
-    """Formats the choices of one completion. scored: logprobs are wanted. as_ids: they name tokens by their ids."""
+    """Formats the choices of one completion. scored: logprobs are wanted. as_ids: logprobs name tokens by their ids."""
 
     whole_kind = "text_completion"
     chunk_kind = "text_completion"
@@ -276,11 +276,11 @@ class CompletionFormatter:
 
     def _echoed(self, delta: ChoiceDelta, done: Choice, ids: Sequence[int], found: Sequence[TokenLogprobs]
                 ) -> list[TokenScore]:
-        """Returns the scores of the prompt and of the answer."""
+        """Returns the scores of the prompt's tokens and of the answer's tokens."""
         text = self._echo.before(delta.number)
         scores = _prompt_scores(ids, found, text, self._token_bytes)
         scores += [score._replace(offset=score.offset + len(text)) for score in delta.scores]
-        if len(done.tokens) > len(delta.scores):  # evaluations need every token, the end of the text too
+        if len(done.tokens) > len(delta.scores):  # evaluations need every token, including the end-of-text token
             scores.append(TokenScore(done.tokens[-1], done.logprobs[-1], len(text) + len(done.text)))
         return scores
 
@@ -322,19 +322,19 @@ def _known(score: TokenScore, value: Any) -> Any:
 
 
 def _prompt_scores(ids: Sequence[int], found: Sequence[TokenLogprobs], text: str, spell: Spell) -> list[TokenScore]:
-    """Returns the scores of a prompt's tokens. text: of the prompt, in which the tokens have their offsets."""
+    """Returns the scores of a prompt's tokens. text: the prompt's text, to which the token offsets refer."""
     scores, offset = list[TokenScore](), 0
     decoder = getincrementaldecoder("utf-8")("replace")
     for token, logprobs in zip(ids, (_UNKNOWN, *found), strict=True):
         scores.append(TokenScore(token, logprobs, offset))
         shown = decoder.decode(spell(token))
-        if len(scores) > 1 or text.startswith(shown.strip()):  # a bos token is not in the text
+        if len(scores) > 1 or text.startswith(shown.strip()):  # a BOS token is not in the text
             offset += len(shown)
     return scores
 
 
 def _prompt_logprobs(ids: Sequence[int], found: Sequence[TokenLogprobs], spell: Spell) -> Iterator[Json | None]:
-    """Yields vLLM's `prompt_logprobs`: for each token of the prompt its own and the most probable tokens, by id."""
+    """Yields vLLM's `prompt_logprobs`: for each prompt token its own and the most probable tokens, keyed by id."""
     yield None
     for token, score in zip(ids[1:], found, strict=True):
         ranked = [(token, score.token, score.rank)]

@@ -1,6 +1,6 @@
-"""OpenAI's requests, and what the engine gets for them.
+"""OpenAI's request schemas, and their translation into requests to the engine.
 
-Requests of the other APIs are translated to a `ChatRequest` or a `CompletionRequest`.
+Requests of the other APIs are first translated to a `ChatRequest` or a `CompletionRequest`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _COMPLETION_TOKENS: Final = 16
 _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "modalities": (["text"],), "functions": ([],), "function_call": ("none",), "audio": (), "prediction": (),
     "web_search_options": (), "moderation": ()}
-"""Fields that cannot be served, with the values that ask for nothing."""
+"""Fields that are not supported, with the values that request nothing."""
 _INSTEAD: Final = {"functions": ": use tools", "function_call": ": use tool_choice"}
 _TIERS: Final = (None, "auto", "default", "standard", "standard_only")
-"""Classes of service that are no different from the only one."""
+"""Service tiers that are accepted. There is only one class of service, so they have no effect."""
 
 _FUNCTION: Final = Known.of("name arguments")
 _PART: Final = Known.of("type text refusal image video video_url url source fps", image_url=Known.of("url")).only(
@@ -64,7 +64,7 @@ else:
 
 
 class SamplingFields(_SharedParameters):
-    """Sampling parameters that all APIs have by the same names: the shared ones of `PARAMETERS`, and these."""
+    """Sampling parameters that have the same names in all APIs: the shared ones of `PARAMETERS`, and these."""
 
     logit_bias: dict[str, float] | None = None
     stop_token_ids: list[int] | None = None
@@ -72,7 +72,7 @@ class SamplingFields(_SharedParameters):
     speculate: bool | None = None
 
     def same(self, *names: str) -> dict[str, Any]:
-        """Returns the sampling parameters, the salt, and these fields, for a request of another API."""
+        """Returns the sampling parameters, the salt and the named fields, for a request of another API."""
         return {name: getattr(self, name) for name in (*SamplingFields.model_fields, *names)}
 
 
@@ -90,7 +90,7 @@ class _CommonFields(SamplingFields):
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     return_tokens_as_token_ids: bool | None = None
-    # vLLM's names for what an answer has to look like, besides OpenAI's
+    # vLLM's fields for the format of an answer, besides OpenAI's
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -109,13 +109,13 @@ class _CommonFields(SamplingFields):
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def output_format(self) -> OutputFormat | None:
-        """Returns the format of the answer. RequestError if it is wrong, or given twice."""
+        """Returns the format of the answer. Raises RequestError if it is wrong or given twice."""
         guided = [read(getattr(self, name), name) for name, read in GUIDED.items() if getattr(self, name) is not None]
         return only_format([response_format(self.response_format, ignored=self.ignored),
                             structured_outputs(self.structured_outputs, ignored=self.ignored), *guided])
 
     def refuse_unsupported(self) -> None:
-        """RequestError for a field that cannot be served. Notes fields without effect."""
+        """Raises RequestError for a field that is not supported. Notes fields without effect."""
         if self.store:
             self.ignored.append("store")
         if self.service_tier not in _TIERS:
@@ -131,14 +131,14 @@ class _CommonFields(SamplingFields):
                 raise RequestError(f"{name} is not supported{shown}{_INSTEAD.get(name, '')}", name)
 
     def _sampling(self, limits: Limits, **more: Any) -> SamplingParams:
-        """more: parameters that the APIs spell differently, always `logprobs`."""
+        """Returns the sampling parameters. more: parameters with a different name in each API, always `logprobs`."""
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs cannot be streamed: leave out stream", "prompt_logprobs")
         given = {name: getattr(self, name) for name in (*PARAMETERS, "stop_token_ids", "ignore_eos")}
         given["stop"] = _stops(self.stop, limits.max_stop_characters)
         given["logit_bias"] = _biases(self.logit_bias or {})
         given |= more
-        if given["max_tokens"] == -1:  # in other servers: as many as the context holds
+        if given["max_tokens"] == -1:  # -1 in other servers: as many as the context holds
             given["max_tokens"] = None
         if given["top_k"] == -1:
             given["top_k"] = 0
@@ -284,7 +284,7 @@ class CompletionRequest(_CommonFields):
         return self._sampling(limits, **more)
 
     def _check_together(self, wanted: int, made: int) -> None:
-        """RequestError for fields that exclude each other."""
+        """Raises RequestError for fields that exclude each other."""
         if made < wanted:
             raise RequestError(f"best_of must be at least n, which is {wanted}, not {show(self.best_of)}", "best_of")
         if self.stream and made > wanted:
@@ -326,13 +326,13 @@ def _biases(biases: Mapping[str, float]) -> dict[int, float]:
     return {int(token): bias for token, bias in biases.items()}
 
 
-# From requests to what the engine gets
+# From API requests to engine requests
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEcho:
-    """The prompts of a request. texts: put before their choices, if wanted. choices: of each prompt. scored: with the
-    probabilities of the prompts' tokens."""
+    """The prompts of a request. texts: put before the choices of their prompt, if wanted. choices: number of choices
+    per prompt. scored: the prompts' tokens have probabilities."""
 
     ids: Sequence[Sequence[int]]
     texts: Sequence[str] = ()
@@ -340,13 +340,13 @@ class PromptEcho:
     scored: bool = False
 
     def before(self, choice: int) -> str:
-        """Returns the text that goes before a choice."""
+        """Returns the text that precedes a choice."""
         return self.texts[choice // self.choices] if self.texts else ""
 
 
 def prepare_chat(served: ServedModel, body: ChatRequest, translated: bool = False) -> PreparedRequest:
     """Renders and encodes the next turn of a conversation; runs in a thread. translated: the body comes from another
-    API, whose fields have been checked. RequestError names a wrong field."""
+    API that has checked its fields. Raises RequestError that names a wrong field."""
     body.refuse_unsupported()
     if not body.messages:
         raise RequestError("messages must have at least one message", "messages")
@@ -383,7 +383,7 @@ def prepare_completions(served: ServedModel, body: CompletionRequest) -> tuple[l
             text = _infilled(served, prompt, infill, body) if infill else prompt
             prepared = _unbounded(served, body).complete(text, sampling, wanted, body.add_special_tokens)
             found.append(_with_engine_fields(_truncated(served, body, prepared), body))
-            if several:  # of one prompt the engine's own message is clear
+            if several:  # with one prompt, the engine's own message is clear
                 served.llm.engine.keys_of(found[-1].request)
     _check_scores(served, found)
     ids = [prepared.request.ids for prepared in found]
@@ -400,8 +400,8 @@ def _echo(served: ServedModel, body: CompletionRequest, ids: list[tuple[int, ...
 
 
 def _infilled(served: ServedModel, prompt: str | list[int], infill: Infill, body: CompletionRequest) -> list[int]:
-    """Returns the ids that ask for the text between a prompt and the suffix, after the tokens that the tokenizer puts
-    before a raw prompt."""
+    """Returns the token ids that ask for the text between a prompt and the suffix, after the tokens that the tokenizer
+    puts before a raw prompt."""
     tokenizer, bound = served.llm.chat_processor.tokenizer, prompt_bound(served.llm.engine.max_context, served.limits)
     behind = tokenizer.encode(body.suffix or "", bound=bound)
     if not isinstance(prompt, str):
@@ -414,7 +414,7 @@ def _infilled(served: ServedModel, prompt: str | list[int], infill: Infill, body
 
 
 def _beginning(served: ServedModel, body: ChatRequest) -> tuple[int, ...]:
-    """Returns the tokens that the answer begins with."""
+    """Returns the tokens with which the answer begins."""
     tokens, size = body.prefix_token_ids or [], served.llm.runtime.config.vocab_size
     for place, token in enumerate(tokens):
         if not 0 <= token < size:
@@ -424,12 +424,12 @@ def _beginning(served: ServedModel, body: ChatRequest) -> tuple[int, ...]:
 
 
 def _unbounded(served: ServedModel, body: _CommonFields) -> ServedModel:
-    """The model, for prompts of any length if they will be truncated."""
+    """Returns the model, with prompts of any length allowed if they will be truncated."""
     return served if body.truncate_prompt_tokens is None else replace(served, bounded=False)
 
 
 def _truncated(served: ServedModel, body: _CommonFields, prepared: PreparedRequest) -> PreparedRequest:
-    """Keeps the last tokens of the prompt; -1: as many as leave room for the answer."""
+    """Keeps the last tokens of the prompt. With -1 it keeps as many as leave room for the answer."""
     wanted, request = body.truncate_prompt_tokens, prepared.request
     if wanted is None:
         return prepared
@@ -446,7 +446,7 @@ def _truncated(served: ServedModel, body: _CommonFields, prepared: PreparedReque
 
 
 def _check_scores(served: ServedModel, found: list[PreparedRequest]) -> None:
-    """RequestError if more probabilities of prompt tokens are wanted than an answer may hold."""
+    """Raises RequestError if more probabilities of prompt tokens are requested than an answer may hold."""
     values, most = 0, served.limits.max_answer_values
     for request in (prepared.request for prepared in found):
         wanted = request.output.prompt_logprobs if isinstance(request.output, SamplingParams) else None

@@ -24,12 +24,12 @@ from deltic.server.routing import ApiRoute, Check
 Json = dict[str, Any]
 
 _PREPARING: Final[Json] = {"status": "preparing", "prompt_tokens": None, "prompt_tokens_read": 0, "output_tokens": 0}
-"""A request whose prompt is not encoded yet."""
+"""Progress of a request before its prompt is encoded."""
 
 
 def routes(models: ModelRegistry | None, services: Services, records: ActiveRequests, log: RequestLog | None,
            check: Check) -> list[Route]:
-    """models: None for a server that has encoders only."""
+    """Returns the routes for operators. models: None for a server that has encoders only."""
     endpoints = _OperationEndpoints(models, services, records, log)
     return [Route("/health", endpoints.health), Route("/ready", endpoints.ready),
             ApiRoute("/metrics", endpoints.metrics, check), ApiRoute("/version", endpoints.version, check),
@@ -87,7 +87,7 @@ class _OperationEndpoints:
         return json_response({"id": id, "object": "request", "cancelled": True})
 
     def _own(self, request: Request) -> Iterator[RequestRecord]:
-        """Yields the requests of the key's owner; all requests if there are no keys."""
+        """Yields the requests of the key's owner, or all requests if there are no keys."""
         owner = record_of(request).owner
         return (record for record in self.records if record.answers and record.owner == owner)
 

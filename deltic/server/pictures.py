@@ -26,11 +26,11 @@ from deltic.vision.images import DecodeJob, Frame, Video, decode
 from deltic.vision.prompt import Reading, Shown, Steps
 
 DECODERS: Final = 2
-"""Images that are decoded at a time, one of a client."""
+"""Number of images that are decoded at a time, at most one per client."""
 DECODER_MIB: Final = 1024
-"""Address space of a decoder process."""
+"""Address space of a decoder process, in MiB."""
 _FETCHERS: Final = 8
-"""Requests whose images are fetched at a time."""
+"""Number of requests whose images are fetched at a time."""
 
 
 class PictureDecoder:
@@ -38,7 +38,7 @@ class PictureDecoder:
 
     def __init__(self, limits: Limits) -> None:
         self._limits, self.held = limits, HeldBytes(limits.max_pictures_mib << 20)
-        # threads that wait use no processor time, so that turns go by wall time
+        # waiting threads use no processor time, so turns go by wall time
         self._decoding = FairExecutor(DECODERS, "deltic-pictures", processor=time.monotonic)
         self._fetching = FairExecutor(_FETCHERS, "deltic-fetch", processor=time.monotonic)
         self._idle = list[DecoderProcess]()
@@ -46,8 +46,8 @@ class PictureDecoder:
         self._closed = False
 
     async def read(self, client: str, reading: Reading) -> Shown:
-        """Returns the images of a conversation. RequestError for an unreadable one, BusyError if all requests have too
-        many. Cancelling the caller ends the work."""
+        """Returns the images of a conversation. Raises RequestError for an unreadable image, BusyError if all requests
+        together have too many. Cancelling the caller ends the work."""
         with PictureShare(self.held, client) as share:
             urls = reading.urls()
             fetched = await self._fetching.run(client, partial(fetch_all, urls)) if urls else {}
@@ -64,7 +64,7 @@ class PictureDecoder:
             return found
 
     def close(self) -> None:
-        """Ends all work, and waits until it has ended."""
+        """Ends all work and waits until it has ended."""
         self._closed = True
         for process in self.processes:
             process.stop()
@@ -74,7 +74,7 @@ class PictureDecoder:
             process.close()
 
     def borrow(self) -> DecoderProcess:
-        """Returns a process for one caller, until `give_back`."""
+        """Returns a process for the caller's exclusive use, until `give_back`."""
         if self._closed:
             raise UnavailableError("the server is shutting down")
         if self._idle:
@@ -87,7 +87,7 @@ class PictureDecoder:
 
 
 class _ConversationReading:
-    """Reads the images of one conversation, a file at each step. seconds: processor time for all of them."""
+    """Reads the images of one conversation, one file per step. seconds: processor time for all of them."""
 
     def __init__(self, steps: Steps, share: PictureShare, seconds: float) -> None:
         self._steps = steps
@@ -113,7 +113,7 @@ class _ConversationReading:
         return None
 
     def cancel(self) -> None:
-        """Ends the running step, from any thread."""
+        """Ends the running step. May be called from any thread."""
         with self._lock:
             self._cancelled = True
             if self._process:
@@ -137,17 +137,17 @@ class _ConversationReading:
 
 
 class HeldBytes:
-    """Counts the bytes of decoded images. A client may hold at most as much as stays free, so that there is always room
-    for another client."""
+    """Counts the bytes of decoded images. A client may hold at most as many bytes as stay free, so that there is always
+    room for another client."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._by_client = Counter[str]()
         self._lock = threading.Lock()
-        self._freed = deque[tuple[str, int]]()  # a finalizer may run within `take`
+        self._freed = deque[tuple[str, int]]()  # a finalizer may run during `take`
 
     def take(self, client: str, size: int) -> bool:
-        """Adds bytes, if there is room for them."""
+        """Adds bytes if there is room for them. Returns False if there is not."""
         with self._lock:
             if self._total() + self._by_client[client] + 2 * size > self.most:
                 return False
@@ -155,11 +155,11 @@ class HeldBytes:
             return True
 
     def free(self, client: str, size: int) -> None:
-        """Removes bytes, from any thread and any finalizer."""
+        """Removes bytes. May be called from any thread and any finalizer."""
         self._freed.append((client, size))
 
     def total(self) -> int:
-        """Returns the bytes of all clients."""
+        """Returns the total bytes of all clients."""
         with self._lock:
             return self._total()
 
@@ -172,7 +172,7 @@ class HeldBytes:
 
 
 class PictureShare:
-    """The bytes of one request while its images are read."""
+    """Counts the bytes of one request while its images are read."""
 
     def __init__(self, held: HeldBytes, client: str) -> None:
         self._held = held
@@ -187,7 +187,7 @@ class PictureShare:
         self._held.free(self._client, self._size)
 
     def take(self, size: int) -> None:
-        """Adds bytes. RequestError if no request may have as many, BusyError if there is no room now."""
+        """Adds bytes. Raises RequestError if no request may have as many, BusyError if there is no room now."""
         if self._held.take(self._client, size):
             self._size += size
             return
@@ -198,7 +198,7 @@ class PictureShare:
         raise BusyError(f"the pictures of all requests take more than {most}, or yours most of that: try again later")
 
     def keep(self, found: Shown) -> None:
-        """Counts images until they are garbage."""
+        """Counts the images' bytes until the images are garbage-collected."""
         for each in found.values():
             for pixels in each.parts if isinstance(each, Video) else (each,):
                 size = min(pixels.frames.nbytes, self._size)  # repeated frames of a video were counted once

@@ -1,6 +1,6 @@
-"""The record of each request: for the log, `/v1/requests` and quotas of API keys; its middleware; and the log itself.
+"""The record of each request (for the log, `/v1/requests` and quotas of API keys), its middleware, and the request log.
 
-A thread writes the log, so that a full disk or pipe loses lines, but delays no request.
+A thread writes the log, so that a full disk or pipe loses lines but delays no request.
 """
 
 from __future__ import annotations
@@ -37,51 +37,51 @@ if TYPE_CHECKING:
 log = logging.getLogger("deltic")
 
 ID_HEADERS: Final = ("x-request-id", "request-id")
-"""Response headers with the request's id, for OpenAI's and for Anthropic's clients."""
+"""Response headers that contain the request's id, for OpenAI's and for Anthropic's clients."""
 LARGE: Final = 1 << 15
-"""Bytes from which a body's work goes to the threads for large bodies."""
+"""Body size in bytes from which work goes to the threads for large bodies."""
 
 _IDS: Final = re.compile(r"[!-~]{1,128}")
-"""Ids of clients that are accepted: ASCII without spaces."""
+"""Ids from clients that are accepted: ASCII without spaces."""
 _LONGEST_PATH: Final = 200
 _DISCONNECTED: Final = 499
 _MOST_WAITING = 10_000
 _AT_ONCE = 256
-"""Lines that wait, and that are written together."""
+"""Number of lines that may wait, and that are written together."""
 _QUIET = 10.0
 """Seconds between two log lines about the same problem."""
 _PATIENCE = 2.0
-"""Seconds that the end of the server waits for the last lines."""
+"""Seconds that the server's shutdown waits for the last lines."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Executors:
-    """Threads for work that is not generation. Each kind of work takes turns by client, and waits for no other kind."""
+    """Threads for work other than generation. Each kind of work takes turns by client and waits for no other kind."""
 
     small: FairExecutor = field(default_factory=partial(FairExecutor, 2, "deltic-small"))
-    """Parses bodies, renders and encodes prompts, writes answers."""
+    """Threads that parse bodies, render and encode prompts, and write answers."""
     large: FairExecutor = field(default_factory=partial(FairExecutor, 2, "deltic-large"))
-    """Does the same for large bodies."""
+    """Threads for the same work on large bodies."""
     grammars: FairExecutor = field(default_factory=partial(FairExecutor, 4, "deltic-grammars"))
-    """Compiles grammars."""
+    """Threads that compile grammars."""
 
     def sized(self, size: int) -> FairExecutor:
         return self.small if size <= LARGE else self.large
 
     def shutdown(self) -> None:
-        """Finishes queued work, and accepts no more."""
+        """Finishes queued work and accepts no more."""
         for executor in (self.small, self.large, self.grammars):
             executor.shutdown()
 
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """One request."""
+    """The record of one request."""
 
     id: str
-    """The client's own id, or a new one."""
+    """The id that the client sent, or a new one."""
     client: str
     """The client's address."""
     method: str
@@ -92,43 +92,43 @@ class RequestRecord:
     key: str | None = None
     """Name of the API key in the log."""
     owner: str | None = None
-    """The key's owner, for stored responses, answer records and quotas."""
+    """Owner of the API key, for stored responses, answer records and quotas."""
     prefix_owner: str | None = None
     """The owner for cached prefixes; None if owners share them."""
     served: bool = False
-    """True once an endpoint has seen the request."""
+    """True once an endpoint has received the request."""
     model: str | None = None
     stream: bool = False
     answers: int = 0
-    """Answers that count for the quota of the key."""
+    """Number of answers that count for the key's quota."""
     run: GenerationStream | None = None
     status: int | None = None
     ignored: tuple[str, ...] = ()
-    """Fields that had no effect."""
+    """Names of fields that had no effect."""
     problem: Mapping[str, str | None] | None = None
-    """Param and code of the error that answered it."""
+    """Param and code of the error that the request was answered with."""
     cancelled: bool = False
-    """True if a client has cut its answers short."""
+    """True if a client has cut the answers short."""
     release: Callable[[], None] | None = None
-    """Frees its model at the end."""
+    """Releases the request's model at the end."""
     spell: Callable[[Sequence[int]], str] | None = None
-    """Decodes tokens, if the log is to have texts."""
+    """Decodes tokens, if the log includes texts."""
     lineage: Lineage = field(default_factory=Lineage)
     """The session that the client names."""
     boundaries: Any = None
-    """Where other requests may part from it, if a front of several replicas has sent it."""
+    """Positions at which other requests may diverge from this one, if a front of several replicas has sent it."""
 
     @property
     def client_id(self) -> str:
-        """The client that the request is charged to: the key's owner, or else the network."""
+        """Returns the client that the request is charged to: the key's owner, or else the client's network."""
         return self.owner or network_of(self.client)
 
     async def work(self, work: Callable[[], Result], size: int = 0) -> Result:
-        """Does work in a thread, in the client's turn. size: bytes that it is about."""
+        """Runs `work` in a thread, in the client's turn. size: bytes of the data that it processes."""
         return await self.executors.sized(size).run(self.client_id, work)
 
     def age(self) -> float:
-        """Seconds since it arrived."""
+        """Returns the seconds since the request arrived."""
         return time.perf_counter() - self.began
 
     def line(self) -> dict[str, Any]:
@@ -144,8 +144,8 @@ class RequestRecord:
 class ActiveRequests:
     """The requests that are being answered.
 
-    log: gets a line for each finished request. texts: lines have prompts and answers. responses: counts by status.
-    observe: called with each request at its end; its run keeps the tokens.
+    log: gets a line for each finished request. texts: lines include prompts and answers. responses: counts by status.
+    observe: called with each request at its end; the request's run keeps its tokens for this.
     """
 
     def __init__(self, limits: Limits, log: Callable[[Mapping[str, Any]], None] | None = None,
@@ -175,7 +175,7 @@ class ActiveRequests:
         return record
 
     def end(self, record: RequestRecord) -> None:
-        """Ends the record. Successful requests for files and health are not logged."""
+        """Ends the record. Successful requests for static files and health checks are not logged."""
         self._live.pop(record, None)
         self.responses[record.status or _DISCONNECTED] += 1
         if record.release:
@@ -194,8 +194,8 @@ class ActiveRequests:
             self._log({"time": _stamp(time.time()), "client": client, "status": status})
 
     def take(self, record: RequestRecord, answers: int) -> None:
-        """Charges answers to the key until the request ends. QuotaError: the key has too many now. RequestError: it
-        may never have as many."""
+        """Charges answers to the key until the request ends. Raises QuotaError if the key has too many answers now,
+        RequestError if it may never have as many."""
         most = self._limits.max_running_per_key
         if most is not None:
             if answers > most:
@@ -209,7 +209,7 @@ class ActiveRequests:
 
 
 class RequestRecorder:
-    """Middleware that keeps a record of every request, and returns its id in the response's headers."""
+    """Middleware that records every request and returns its id in the response's headers."""
 
     def __init__(self, app: ASGIApp, records: ActiveRequests) -> None:
         self._app, self._records = app, records
@@ -235,7 +235,7 @@ class RequestRecorder:
 
 
 def _without_slashes(scope: Scope) -> Scope:
-    """Removes the second of two leading slashes: clients whose base URL ends with a slash send two."""
+    """Replaces two leading slashes by one: clients with a base URL that ends with a slash send two."""
     if not scope["path"].startswith("//"):
         return scope
     return {**scope, "path": "/" + scope["path"].lstrip("/"), "raw_path": b"/" + scope["raw_path"].lstrip(b"/")}
@@ -247,12 +247,12 @@ def record_of(request: Request) -> RequestRecord:
 
 
 def salt_of(owner: str | None, salt: str) -> str:
-    """Combines an owner and a `SaltedFields.salt` into one salt; "" if there is neither."""
+    """Combines an owner and a `SaltedFields.salt` into one salt; "" if both are missing."""
     return "" if owner is None and not salt else f"{salt} {'' if owner is None else 'of ' + owner}"
 
 
 def network_of(host: str) -> str:
-    """Returns the part of an address that identifies a client: a /64 network of IPv6 has one owner."""
+    """Returns the part of an address that identifies a client. A /64 network of IPv6 has one owner."""
     try:
         address = ip_address(host)
     except ValueError:
@@ -266,11 +266,11 @@ def _stamp(seconds: float) -> str:
 
 
 class RequestLog:
-    """Appends to a file, or writes to standard output. texts: lines have prompts and answers. lost: lines that could
-    not be written."""
+    """Appends to a file, or writes to standard output. texts: lines include prompts and answers. lost: number of lines
+    that could not be written."""
 
     def __init__(self, path: str, texts: bool = False) -> None:
-        """path: a file, or "-" for standard output. ConfigError if it cannot be opened."""
+        """Opens the log. path: a file, or "-" for standard output. Raises ConfigError if it cannot be opened."""
         self.texts, self.lost = texts, 0
         self._path = None if path == "-" else Path(path).absolute()
         try:
@@ -309,7 +309,7 @@ class RequestLog:
                 return
 
     def _reopen(self) -> None:
-        """Opens the path again after a rotation. If that fails, the old file is used."""
+        """Opens the path again after a log rotation. If that fails, the old file is used."""
         if self._path is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""Stored responses: in memory, and on disk if there is a disk tier."""
+"""Stores responses in memory, and on disk if there is a disk tier."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from deltic.config import Limits
 from deltic.server.responses_schema import response_of
 
 _MOST_WAITING = 64 << 20
-"""Bytes that wait for a slow disk. Further responses are not written."""
+"""Bytes that may wait for a slow disk. Beyond this, further responses are not written to disk."""
 
 Record = dict[str, Any]
 """A `response`, the items of its `input`, and the `owner` of the API key."""
 
 
 class ResponseStore:
-    """The responses used last, each for its owner alone; without API keys the owner is None. Beyond the limits, the
-    owner with the most loses its oldest. Methods may read files: call them in threads.
+    """Keeps the most recently used responses, separately for each owner; without API keys the owner is None. Beyond the
+    limits, the owner with the most loses its oldest. Methods may read files: call them in threads.
 
-    notes: keeps them after a restart, within its own budget.
+    notes: keeps responses across restarts, within its own budget.
     """
 
     def __init__(self, limits: Limits, notes: AnswerStore | None) -> None:
         self._notes = notes
         self._kept: OwnedEntries[bytes] = OwnedEntries(limits.max_stored_mib << 20, limits.max_stored_responses)
-        self.unwritten: dict[str, bytes] = {}  # to be written; b"": to be deleted
+        self.unwritten: dict[str, bytes] = {}  # waits to be written; b"": waits to be deleted
         self._waiting = self._deleted = 0
         self._lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "responses")
 
     def put(self, id: str, data: bytes, owner: str | None = None) -> None:
-        """Stores a record, as JSON."""
+        """Stores a record that is encoded as JSON."""
         self._keep(id, data, owner)
         self._write_later(id, data)
 
     def get(self, id: str, owner: str | None = None) -> Record | None:
-        """Returns a record; None if it is gone, damaged, or of another owner."""
+        """Returns a record; None if it is gone, damaged, or belongs to another owner."""
         with self._lock:
             data, deleted = self._kept.get(owner, id), self._deleted
             data = self.unwritten.get(id) if data is None else data
@@ -66,8 +66,8 @@ class ResponseStore:
         return True
 
     def items(self, id: str | None, most: int, owner: str | None = None) -> list[Any] | None:
-        """Returns the items of a conversation up to a response and its output; None if a part is gone. most: items
-        after which reading ends."""
+        """Returns the items of a conversation up to and including a response's output; None if a part is gone. most:
+        number of items after which reading ends."""
         chain: list[Record] = []
         count = 0
         while id is not None and count <= most:
@@ -80,7 +80,7 @@ class ResponseStore:
         return [item for record in reversed(chain) for item in (*record["input"], *record["response"]["output"])]
 
     def finder(self, owner: str | None = None) -> Callable[[str], Any]:
-        """Returns a function that finds stored items by their ids. It reads each response once."""
+        """Returns a function that finds stored items by their ids and reads each response once."""
         known: dict[str, dict[str, Any]] = {}
 
         def find(item: str) -> Any:
@@ -99,7 +99,7 @@ class ResponseStore:
         self._writer.shutdown()
 
     def _keep(self, id: str, data: bytes, owner: str | None, deleted: int | None = None) -> None:
-        """deleted: number of deletions before the record was read. If there were more, it may be deleted."""
+        """Caches a record unless a record was deleted since it was read. deleted: the deletion count at that time."""
         with self._lock:
             if deleted in (None, self._deleted):
                 self._kept.put(owner, id, data, len(data))
@@ -112,7 +112,7 @@ class ResponseStore:
                 return
             self._waiting += len(data)
             self.unwritten[id] = data
-        with suppress(RuntimeError):  # Python is about to end
+        with suppress(RuntimeError):  # the interpreter is shutting down
             self._writer.submit(self._write, id, data)
 
     def _write(self, id: str, data: bytes) -> None:

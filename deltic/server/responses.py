@@ -1,4 +1,4 @@
-"""OpenAI's responses: created, stored, and read again."""
+"""OpenAI's Responses API: creates responses, stores them and reads them again."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ class _NewResponse:
     asked: RequestRecord
     output: ResponseOutput
     head: bytes
-    """The fields that stay the same, as JSON; it may be large and is written once."""
+    """The fields that do not change, as JSON. They may be large and are encoded once."""
     input: bytes
-    """Its input items, as JSON."""
+    """The input items of the response, as JSON."""
     keeps: bool
     run: GenerationStream | None = None
     cancelled: bool = False
     _numbers: Iterator[int] = field(default_factory=count)
 
     def now(self, choice: Choice | None = None, error: str | None = None) -> Json:
-        """Returns the fields that change. choice, error: what ended it."""
+        """Returns the fields that change. choice, error: the result that ended the response, if it has ended."""
         status = "in_progress"
         reason = _REASONS.get(choice.finish) if choice else None
         if choice:
@@ -84,7 +84,7 @@ class _NewResponse:
                 "usage": _usage(self.run.usage) if choice and self.run else None}
 
     def encoded(self, events: Iterable[Json]) -> bytes:
-        """Returns events of items as bytes."""
+        """Returns item events, encoded as bytes."""
         return b"".join(event(data | {"sequence_number": next(self._numbers)}, data["type"]) for data in events)
 
     def whole_event(self, name: str, response: bytes) -> bytes:
@@ -267,8 +267,8 @@ def _usage(usage: Usage) -> Json:
 class ResponseOutput:
     """Turns deltas into the items of a response and their events.
 
-    response: its id. tools: the client's, by what the model calls them. seals: the client wants reasoning that it can
-    send back.
+    response: the response's id. tools: the client's tools, keyed by the name that the model uses. seals: the client
+    wants reasoning in a form that it can send back.
     """
 
     def __init__(self, response: str, tools: Mapping[str, ClientTool], seals: bool) -> None:
@@ -294,12 +294,12 @@ class ResponseOutput:
                     yield self._event("delta", delta=text, **self._details())
 
     def may_close(self, deltas: Iterable[Delta]) -> bool:
-        """True if these deltas may end an item, whose whole text is then sent again."""
+        """Returns True if these deltas may end an item. The item's whole text is then sent again."""
         thinks = bool(self.items) and self.items[-1]["type"] == "reasoning"
         return bool(self.items) and any(bool(delta.call) or (delta.kind == "reasoning") != thinks for delta in deltas)
 
     def close(self, cut: bool = False) -> Iterator[Json]:
-        """Yields the events that end the open item. cut: the answer was."""
+        """Yields the events that end the open item. cut: the answer was cut off."""
         if self._open is None:
             return
         item, text = self.items[-1], "".join(self._texts)
@@ -331,7 +331,7 @@ class ResponseOutput:
             yield self._part_event("added", _part(kind, ""))
 
     def _new_item(self, delta: Delta) -> tuple[str, Json]:
-        """Returns the type of an item and its own fields."""
+        """Returns the type of an item and the fields specific to that type."""
         if delta.kind == "reasoning":
             return "reasoning", {"summary": [], "content": []}
         if not delta.call:
@@ -346,7 +346,7 @@ class ResponseOutput:
         return "custom_tool_call" if custom else "function_call", fields
 
     def _details(self) -> Json:
-        """Returns the fields that events of texts have besides."""
+        """Returns the additional fields of text events."""
         details: Json = {} if "call_id" in self.items[-1] else {"content_index": 0}
         return details | ({"logprobs": []} if self.items[-1]["type"] == "message" else {})
 
@@ -368,7 +368,7 @@ def _part(kind: str, text: str) -> Json:
 
 
 def _input_of(arguments: str) -> str:
-    """Returns the text for a tool that takes one, or all that the model wrote if it has none."""
+    """Returns the input of a tool that takes a text, or all of the model's arguments if they contain no such input."""
     try:
         found = from_json(arguments, allow_partial="trailing-strings")["input"]  # the call may have been cut
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""OpenAI's requests for responses, translated to chat requests."""
+"""OpenAI's Responses request schema, translated to chat requests."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _HOSTED: Final = frozenset((
     "web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11", "file_search", "mcp",
     "code_interpreter", "image_generation", "local_shell", "shell", "computer", "computer_use_preview", "apply_patch",
     "tool_search", "programmatic_tool_calling"))
-"""Tools that OpenAI runs."""
+"""Types of tools that OpenAI runs itself."""
 _KINDS: Final = ("message", "reasoning", "function_call", "function_call_output", "custom_tool_call",
                  "custom_tool_call_output", "item_reference")
 _MISSPELT: Final = 0.85
-"""Ratio of difflib from which a type counts as a misspelling of one of these."""
+"""difflib ratio from which a type counts as a misspelling of a known type."""
 _SEALED: Final = "deltic:"
-"""Begins our encrypted content."""
+"""Prefix of our "encrypted" content."""
 _ENCRYPTED: Final = "reasoning.encrypted_content"
 _RESPONSE: Final = "resp_"
 _OWN_DIGITS: Final = 16
@@ -38,7 +38,7 @@ _NAMES: Final[Mapping[str, str]] = {
     "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format",
     "response_format.json_schema": "text.format", "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity"}
-"""What the client calls the fields of a chat request."""
+"""The client's names for the fields of a chat request."""
 _UNSUPPORTED: Final = {
     "background": "responses are made while the client waits",
     "conversation": "use previous_response_id",
@@ -61,8 +61,8 @@ Names = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """A tool of the client. namespace: the group that it belongs to. custom: it takes a text. place: its path in the
-    request."""
+    """A tool of the client. namespace: the group that contains the tool. custom: the tool takes a text. place: path of
+    the tool in the request."""
 
     name: str
     namespace: str | None
@@ -72,11 +72,11 @@ class ClientTool:
 
     @property
     def shown(self) -> str:
-        """What the model calls it."""
+        """Returns the name that the model uses for the tool."""
         return _shown(self.name, self.namespace)
 
     def function(self) -> Json:
-        """Returns the tool in a chat request."""
+        """Returns the tool as it appears in a chat request."""
         parameters = self.given.get("parameters")
         if self.custom:
             parameters = _CUSTOM
@@ -124,7 +124,7 @@ class ResponsesRequest(SamplingFields):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    # as in a chat request
+    # the fields below mean the same as in a chat request
     stop: Any = None
     structured_outputs: Any = None
     enable_thinking: bool | None = None
@@ -134,7 +134,7 @@ class ResponsesRequest(SamplingFields):
 
     @property
     def seals(self) -> bool:
-        """True if the client wants reasoning that it can send back."""
+        """True if the client wants reasoning in a form that it can send back."""
         return _ENCRYPTED in (self.include or ())
 
     def items(self, response: str, find: Callable[[str], Json | None]) -> list[Json]:
@@ -159,8 +159,8 @@ class ResponsesRequest(SamplingFields):
         return items
 
     def chat(self, before: Sequence[Json], items: Sequence[Json]) -> tuple[ChatRequest, Names]:
-        """Returns the chat request that means the same, and what the client calls its fields. before: the items of
-        former responses."""
+        """Returns the equivalent chat request, and the client's names of its fields. before: the items of previous
+        responses."""
         self._refuse()
         names, messages = dict(_NAMES), list[Json]()
         if self.instructions:
@@ -179,11 +179,11 @@ class ResponsesRequest(SamplingFields):
                            **self._format(), **self._effort(), **same), names
 
     def client_tools(self) -> dict[str, ClientTool]:
-        """Returns the client's tools, by what the model calls them."""
+        """Returns the client's tools, keyed by the name that the model uses."""
         return {tool.shown: tool for tool in _client_tools(self.tools or (), "tools", self.ignored)}
 
     def echo(self) -> Json:
-        """Returns the fields that a response repeats of its request."""
+        """Returns the request fields that a response repeats."""
         same = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key",
                 "safety_identifier", "temperature", "top_p", "user")
         return {**{name: getattr(self, name) for name in same}, "metadata": self.metadata or {}, "background": False,
@@ -246,7 +246,7 @@ class ResponsesRequest(SamplingFields):
 
 
 def seal(thoughts: str) -> str:
-    """Returns thinking in place of an encrypted content. It is not secret."""
+    """Returns thinking in the place of encrypted content. It is not secret."""
     return _SEALED + base64.b64encode(thoughts.encode("utf-8", "replace")).decode()
 
 
@@ -261,14 +261,14 @@ def new_id(kind: str, response: str) -> str:
 
 
 def response_of(item: str) -> str | None:
-    """Returns the response that an item belongs to, by the item's id; None if the id is not ours."""
+    """Returns the response to which an item belongs, from the item's id; None if the id is not ours."""
     found = _ITEM.fullmatch(item)
     return _RESPONSE + found[1] if found else None
 
 
 def _client_tools(tools: Sequence[Any], place: str, ignored: list[str], namespace: str | None = None
                   ) -> Iterator[ClientTool]:
-    """Yields the client's tools, those of namespaces too. Tools that OpenAI runs are noted."""
+    """Yields the client's tools, including those in namespaces. Tools that OpenAI runs are noted as ignored."""
     for index, tool in usable_tools(tools, ("function", "custom", "namespace", *_HOSTED), ignored):
         path = f"{place}[{index}]"
         kind, name = (tool.get("type"), tool.get("name")) if isinstance(tool, dict) else (None, None)
@@ -287,12 +287,12 @@ def _shown(name: str, namespace: Any) -> str:
 
 
 def _is_reference(item: Any) -> bool:
-    """True if an item is named by its id; the type may be left out."""
+    """Returns True if an item is only a reference by id; the type may be left out."""
     return isinstance(item, dict) and (item.get("type") == "item_reference" or item.keys() == {"id"})
 
 
 def _identified(item: Any, path: str, response: str, last: bool) -> Json:
-    """Returns an item with type and id, and checks its content. last: a misspelt type is refused."""
+    """Returns an item with type and id, after checking its content. last: a misspelt type is refused."""
     if not isinstance(item, dict):
         raise RequestError(f"{path} must be an object, not {show(item)}", path)
     kind = item.get("type") or "message"
@@ -309,7 +309,7 @@ def _identified(item: Any, path: str, response: str, last: bool) -> Json:
 
 
 def _add(messages: list[Json], item: Json, place: str, names: Names) -> None:
-    """Adds an item to the messages. Consecutive items of the assistant become one message."""
+    """Adds an item to the messages. Consecutive assistant items become one message."""
     message = _message(item, place)
     calls = message.get("tool_calls") or []
     if message["role"] == "assistant" and messages and messages[-1]["role"] == "assistant":
@@ -362,7 +362,7 @@ def _called(id: Any, name: str, arguments: Any) -> Json:
 
 
 def _foreign(item: Mapping[str, Any], kind: str, call: Any) -> Json:
-    """Reads an item of another server: a call of its tools, the output of one, or content."""
+    """Converts an item of another server: a call of its tools, the output of one, or content."""
     if kind.endswith("_output") and isinstance(call, str):
         return {"role": "tool", "tool_call_id": call, "content": _output(item)}
     if kind.endswith("_call") and isinstance(call, str):
@@ -373,7 +373,7 @@ def _foreign(item: Mapping[str, Any], kind: str, call: Any) -> Json:
 
 
 def _output(item: Mapping[str, Any]) -> str | list[Any]:
-    """Returns the output of another server's call: a text, parts, a screenshot, or something else to read."""
+    """Returns the output of another server's call: a text, parts, a screenshot, or other readable content."""
     output = item.get("output")
     if isinstance(output, dict) and isinstance(output.get("image_url"), str):
         return [{"type": "input_image", "image_url": output["image_url"]}]
@@ -384,7 +384,7 @@ def _output(item: Mapping[str, Any]) -> str | list[Any]:
 
 
 def _thoughts(item: Mapping[str, Any], path: str) -> str:
-    """Returns the thinking of an item. A summary is not the thinking."""
+    """Returns the thinking of an item. A summary does not count as thinking."""
     sealed = item.get("encrypted_content")
     if item.get("content"):
         content = _content(item["content"], f"{path}.content")

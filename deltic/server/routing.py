@@ -1,6 +1,6 @@
-"""Routes of the APIs: an endpoint with its key check, the form of its errors and the schema of its body.
+"""Routes of the APIs: an endpoint with its key check, its error format and the schema of its body.
 
-/openapi.json is made from the routes and the schemas of their bodies.
+/openapi.json is generated from the routes and the schemas of their bodies.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from deltic.server.http import EventStream, dump
 from deltic.server.records import record_of
 
 IGNORED_HEADER: Final = "x-deltic-ignored"
-"""Names the fields of a request that had no effect."""
+"""Response header with the names of request fields that had no effect."""
 
 Json = dict[str, Any]
 
 _OPEN: Final = frozenset(("/", "/health", "/ready"))
-"""Paths that need no key."""
+"""Paths that need no API key."""
 _ERROR: Final[Json] = {"type": "object", "required": ["error"], "properties": {"error": {
     "type": "object", "required": ["message", "type"],
     "properties": {"message": {"type": "string"}, "type": {"type": "string"}}}}}
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Check = Callable[[Request], None]
-"""Raises an exception if the request may not be served."""
+"""Function that raises an exception if the request may not be served."""
 
 
 class ApiRoute(Route):
-    """A route of an API. body, query: schemas of its body and of its query parameters. refuse: makes the response to a
+    """A route of an API. body, query: schemas of the body and of the query parameters. refuse: makes the response to a
     request that fails."""
 
     def __init__(self, path: str, endpoint: Endpoint, check: Check, *, body: type[Fields] | None = None,
@@ -71,13 +71,13 @@ def _with_ignored(response: Response, ignored: tuple[str, ...]) -> Response:
             response.headers[IGNORED_HEADER] = ", ".join(quote(name, errors="replace") for name in ignored)
     except BaseException:
         if isinstance(response, EventStream):
-            response.close()  # otherwise its generation would run without a reader
+            response.close()  # otherwise the response's generation would run without a reader
         raise
     return response
 
 
 def openapi_route(routes: Sequence[BaseRoute], check: Check) -> Route:
-    """Returns the route of the document for these routes and itself."""
+    """Returns the route of the OpenAPI document, which describes these routes and itself."""
     async def answer(_: Request) -> Response:
         return Response(page, media_type="application/json")
 
@@ -87,7 +87,7 @@ def openapi_route(routes: Sequence[BaseRoute], check: Check) -> Route:
 
 
 def openapi(routes: Sequence[BaseRoute]) -> Json:
-    """Returns the routes as OpenAPI 3.1, without the files of the chat page."""
+    """Returns the routes as an OpenAPI 3.1 document, without the files of the chat page."""
     schemas: Json = {"Error": _ERROR}
     paths: Json = {}
     for found in routes:
@@ -121,7 +121,7 @@ def _operation(route: Route, path: str, method: str, schemas: Json) -> Json:
 
 @cache
 def _schemas(body: type[Fields]) -> Json:
-    """Returns the schema of a body and those that it refers to. Other servers' fields are accepted, too."""
+    """Returns the schema of a body and the schemas that it refers to. Other servers' fields are also accepted."""
     whole: Json = body.model_json_schema(ref_template="#/components/schemas/{model}")
     found: Json = whole.pop("$defs", {}) | {body.__name__: whole}
     whole["properties"] |= body.schemas

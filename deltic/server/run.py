@@ -1,4 +1,4 @@
-"""Sockets and the life of the server process."""
+"""Sockets and the lifetime of the server process."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ log = logging.getLogger("deltic")
 
 _BACKLOG = 2048
 _AT_ONCE = 16
-"""Connections that are accepted in a turn of the event loop."""
+"""Number of connections that are accepted in one turn of the event loop."""
 _RETRY = 1.0
-"""Seconds until the acceptor tries again without file descriptors."""
+"""Seconds until the acceptor tries again after it ran out of file descriptors."""
 _QUIET = 10.0
 """Seconds between two log lines about the same problem."""
 _SWITCH_INTERVAL = 0.0001
-"""Seconds for which a thread keeps the interpreter. A step of the engine needs it dozens of times."""
+"""Seconds that a thread may hold the interpreter's lock. A step of the engine needs the lock dozens of times."""
 _FLUSH_SECONDS = 2
-"""Seconds in which clients can read their last bytes."""
+"""Seconds that clients get to read their last bytes."""
 _POLL = 0.1
 """Seconds between two checks for a second signal."""
 _SEND_BUFFER = 64 << 10
-"""Bytes that the kernel keeps for a client that does not read; its own default is 4 MiB."""
+"""Bytes that the kernel buffers for a client that does not read. The kernel's own default is 4 MiB."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Claims an address. Clients can connect when the server runs. ConfigError if the address cannot be used."""
+    """Claims an address. Clients can connect once the server runs. Raises ConfigError if the address cannot be used."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"port must be from 0 to 65535, not {port}", "port")
     try:
@@ -72,8 +72,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_unix(path: Path, mode: int = 0o600) -> socket.socket:
-    """Claims a Unix socket. mode: of its file. A socket that was left behind is replaced. Closing it removes the file.
-    ConfigError if it is in use, or another file is there."""
+    """Claims a Unix socket. mode: of its file. Replaces a socket that was left behind. Closing it removes the file.
+    Raises ConfigError if the socket is in use, or another file is there."""
     listener = _UnixListener(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.claim(path, mode)
@@ -85,8 +85,8 @@ def listen_unix(path: Path, mode: int = 0o600) -> socket.socket:
 
 
 class _UnixListener(socket.socket):
-    """A Unix socket whose file is removed when it is closed. A lock file beside it shows that it is in use: before the
-    server runs, no client can connect. The lock file is removed too, unless it has content: then it is not ours."""
+    """A Unix socket that removes its file when it is closed. A lock file beside it shows that it is in use: no client
+    can connect before the server runs. The lock file is removed too, unless it has content: then it is not ours."""
 
     _lock = -1
     _lock_path: Path | None = None
@@ -96,7 +96,7 @@ class _UnixListener(socket.socket):
         self._take_lock(Path(f"{path}.lock").absolute())
         if _is_left_behind(path):
             path.unlink()
-        os.fchmod(self.fileno(), mode)  # before it is bound, whatever the umask
+        os.fchmod(self.fileno(), mode)  # set before the socket is bound, independently of the umask
         self.bind(str(path))
         self._path = path.absolute()
         path.chmod(mode)
@@ -125,7 +125,7 @@ class _UnixListener(socket.socket):
 
 
 def _is_left_behind(path: Path) -> bool:
-    """True if there is a Unix socket without a server. OSError if it has one, or is no socket."""
+    """Returns True if a Unix socket has no server. Raises OSError if a server uses it, or it is no socket."""
     try:
         is_socket = stat.S_ISSOCK(path.lstat().st_mode)
     except FileNotFoundError:
@@ -142,7 +142,7 @@ def _is_left_behind(path: Path) -> bool:
 
 
 def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
-    """Returns the context for a certificate and its key, as PEM files. ConfigError if they cannot be used."""
+    """Returns the TLS context for a certificate and its key in PEM files. Raises ConfigError if they cannot be used."""
     def no_passphrase() -> str:
         raise ConfigError(f"the key {key} has a passphrase: store it without", "tls_key")
 
@@ -167,21 +167,21 @@ def url_of(listener: socket.socket, tls: bool = False) -> str:
 
 
 def hosts_of(listener: socket.socket, allowed: Sequence[str], host: str) -> Sequence[str]:
-    """Returns the names that requests may use. allowed: those that were given; by default this machine's own names if
-    only this machine can reach the server, else all. host: the name that it listens on."""
+    """Returns the host names that requests may use. allowed: the configured names; by default this machine's own names
+    if only this machine can reach the server, else all. host: the name on which the server listens."""
     reachable = listener.family == socket.AF_UNIX or not ip_address(listener.getsockname()[0]).is_loopback
     return ("*",) if reachable and not allowed else (*allowed, *LOCAL_NAMES, host)
 
 
 class ConnectionAcceptor:
-    """Accepts connections, a few at a time. Without file descriptors it waits before it tries again.
+    """Accepts connections, a few at a time. If file descriptors run out, it waits before it tries again.
 
     asyncio's own acceptor cannot end a TLS handshake, and logs each failed try.
     """
 
     def __init__(self, listener: socket.socket, make: Callable[[asyncio.Task[Any] | None], Connection],
                  limiter: ConnectionLimiter, tls: ssl.SSLContext | None = None) -> None:
-        """make: gets the task of the TLS handshake."""
+        """make: called with the task of the TLS handshake, or None without TLS."""
         self._listener, self._make, self._limiter = listener, make, limiter
         self._loop = asyncio.get_running_loop()
         seconds = float(limiter.limits.header_seconds)
@@ -231,22 +231,22 @@ class ConnectionAcceptor:
 
 
 class Draining(Protocol):
-    """Runs the requests of a server."""
+    """An object that runs the requests of a server."""
 
     async def drain(self, grace: float) -> None:
-        """Accepts no more requests, and ends the running ones after `grace` seconds."""
+        """Stops accepting requests, and ends the running ones after `grace` seconds."""
 
     async def stop(self) -> None:
         """Ends all requests now."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which drains at a signal: new requests are refused, the running ones have `drain_seconds`. A second
-    signal ends them at once."""
+    """A uvicorn server that drains at a signal: it refuses new requests and gives running requests `drain_seconds`. A
+    second signal ends them at once."""
 
     def __init__(self, app: Starlette, models: Draining, drain_seconds: float, on_ready: Callable[[], None],
                  limits: Limits, tls: ssl.SSLContext | None = None) -> None:
-        # log level error: mistakes of clients are not logged
+        # log level error: client mistakes are not logged
         super().__init__(uvicorn.Config(
             app, lifespan="on", log_config=None, log_level="error", access_log=False, server_header=False,
             http="httptools", timeout_graceful_shutdown=_FLUSH_SECONDS, ws="none"))
@@ -258,7 +258,7 @@ class Server(uvicorn.Server):
         self._acceptors: list[ConnectionAcceptor] = []
 
     def run_on(self, listener: socket.socket) -> None:
-        """Serves until a signal comes."""
+        """Serves until a signal arrives."""
         try:
             listener.listen(_BACKLOG)
         except OSError as error:
@@ -302,7 +302,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Lets Ctrl-C and SIGTERM end the server, but not the process."""
+        """Makes Ctrl-C and SIGTERM end the server, but not the process."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -318,7 +318,7 @@ class Server(uvicorn.Server):
 def _interpreter_settings() -> Iterator[None]:
     """Keeps threads that read and write JSON from delaying the engine's thread."""
     before = sys.getswitchinterval()
-    gc.freeze()  # full collections skip the model and all libraries, which takes half a second
+    gc.freeze()  # full collections skip the model and all libraries, which saves half a second
     sys.setswitchinterval(_SWITCH_INTERVAL)
     try:
         yield

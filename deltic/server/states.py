@@ -1,6 +1,6 @@
-"""Prefixes as files in one directory of the server: saved for a prompt or a stored response, and loaded by their ids.
+"""Saves prefixes as files in one directory of the server, for a prompt or a stored response, and loads them by id.
 
-Clients name no files: an id has 64 hexadecimal digits, and the server's operator names the directory.
+Clients cannot name files: an id has 64 hexadecimal digits, and the server's operator configures the directory.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _LONGEST_NAME: Final = 200
 
 
 class StateRequest(ChatRequest):
-    """The body of /v1/states: what to save, which is messages with the fields of a chat request, a raw prompt or a
-    stored response; or the id of a saved state to load."""
+    """The body of /v1/states. It contains the prefix to save (messages with the fields of a chat request, a raw prompt
+    or a stored response), or the id of a saved state to load."""
 
     schemas: ClassVar[Mapping[str, Any]] = {
         "messages": MESSAGES_SCHEMA, "prompt": {"type": ["string", "array"], "items": {"type": "integer"}}}
@@ -52,13 +52,13 @@ class StateRequest(ChatRequest):
 
 
 def routes(models: ModelRegistry, store: ResponseStore, directory: Path | None, check: Check) -> list[Route]:
-    """directory: None if clients may save and load nothing."""
+    """Returns the routes for states. directory: None if clients may not save or load any."""
     return [ApiRoute("/v1/states", _StateEndpoints(models, store, directory).create, check, body=StateRequest)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """The prefix to save: the request that reads it, and the record of the last answer."""
+    """The prefix to save: the request that computes it, and the record of the last answer."""
 
     job: PreparedRequest
     answer: PortableAnswer | None = None
@@ -70,7 +70,7 @@ class _StateEndpoints:
     store: ResponseStore
     directory: Path | None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """One state at a time is in memory besides the cache."""
+    """Lock so that only one state at a time is in memory in addition to the cache."""
 
     async def create(self, request: Request) -> Response:
         if self.directory is None:
@@ -89,7 +89,7 @@ class _StateEndpoints:
         return json_response(_fields(saved))
 
     def _prepare(self, record: RequestRecord, served: ServedModel, body: StateRequest) -> _Reading | None:
-        """Returns the prefix to save; None if the request loads one."""
+        """Returns the prefix to save, or None if the request loads one."""
         given = [name for name in _SOURCES if getattr(body, name) not in (None, [])]
         if len(given) != 1:
             raise RequestError(f"give one of {', '.join(_SOURCES)}, not {' and '.join(given) or 'none'}", "messages")
@@ -124,7 +124,7 @@ class _StateEndpoints:
         return StateDirectory(self.directory)
 
     def _conversation(self, record: RequestRecord, served: ServedModel, body: StateRequest) -> ChatRequest:
-        """Returns the conversation up to a stored response and its output."""
+        """Returns the conversation up to and including a stored response's output."""
         most = served.limits.max_messages
         stored = self.store.get(str(body.response_id), record.owner)
         items = self.store.items(body.response_id, most, record.owner)

@@ -1,4 +1,4 @@
-"""The chat page: `/`, and its files under `/page/`. They need no API key; the page asks for one if /v1 needs it."""
+"""The chat page at `/`, and its files under `/page/`. They need no API key; the page asks for one if /v1 needs it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8"
 _POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self' data:; "
            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
            "require-trusted-types-for 'script'; trusted-types 'none'")
-"""Only the page's own files, and no text that becomes HTML: with the last two directives, browsers refuse `innerHTML`
-and the like."""
+"""Content security policy. It allows only the page's own files. The last two directives make browsers refuse
+`innerHTML` and similar ways to turn text into HTML."""
 _HEADERS = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
             "cross-origin-opener-policy": "same-origin", "cross-origin-resource-policy": "same-origin"}
 _FOREVER = "public, max-age=31536000, immutable"
-_ASK = "no-cache"  # browsers check each time if it has changed
+_ASK = "no-cache"  # browsers revalidate the file at each load
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def _files() -> dict[str, _StaticFile]:
 
 def _read(path: Path) -> _StaticFile:
     data = path.read_bytes()
-    # names of libraries have versions, so that their files never change
+    # library file names contain versions, so these files never change
     caching = _FOREVER if _FILES / "vendor" in path.parents else _ASK
     return _StaticFile(data, {**_HEADERS, "content-type": _TYPES[path.suffix], "cache-control": caching,
                         "etag": f'"{sha256(data).hexdigest()[:32]}"'})
