@@ -247,7 +247,7 @@ template <int D, int HEADS, class KV, int FORM> DEVICE void prompt_heads(const P
 struct PromptGate {
     const u16 *proj;           // [T, stride]
     const float *bias;         // [stride]; null unless kBiased
-    const u16 *own, *prefix;   // [n, heads, D]: attention to the row's own tokens and to its prefix; prefix may be null
+    const u16 *own, *prefix;   // [n, heads, D]: attention to the causal square (prefill.py) and the prefix; null: own has all
     const float *own_mass, *prefix_mass;  // [n, heads]: log-sum-exps
     u16 *y;                    // [T, heads * D]
     int heads, size, stride, token;
