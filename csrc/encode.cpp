@@ -47,7 +47,7 @@ struct Float32 {
     static DELTIC_INLINE Floats power(Floats score) { return exponential(score); }
 };
 #if defined(__AVX512BF16__)
-// 2^x with a relative error below 8e-5, which is negligible beside the rounding error of bfloat16.
+// 2^x with a relative error below 8e-5, far smaller than bfloat16's rounding error.
 DELTIC_INLINE Floats power_of_two(Floats x) {
     __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     Floats r = x - (Floats)whole, p = splat(5.5171570e-2f);
@@ -211,7 +211,7 @@ template <class Kind> struct Head {
         for (int64_t query = 0; query < count; ++query) write(first + query, query);
     }
 
-    // Processes a block of `count` keys for 16 queries, of which the first `rows` are valid.
+    // Processes a block of `count` keys for 16 queries. Only the first `rows` queries are valid.
     void pass(int64_t key, int64_t count, int64_t query, int64_t rows) const {
         const uint32_t *q = queries + query * steps;
         for (int64_t k = 0; k < count; k += kKeys)

@@ -126,7 +126,7 @@ class Tokenizer:
         with _model_errors(source):
             found = cls(Backend.from_str(files.tokenizer), files.special_tokens, files.templates)
         if len(files.tokenizer) >= _LARGE_FILE:
-            _trim_memory()  # 248,000 tokens take 230 MiB, of which parsing alone takes 145
+            _trim_memory()  # 248,000 tokens take 230 MiB: parsing alone takes 145
         return found
 
     @property

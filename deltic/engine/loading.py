@@ -296,7 +296,7 @@ def _over_gpus(source: OpenedModel, options: EngineConfig, ops: Ops, dtype: DTyp
 
 def _layers_beside(reader: WeightReader, head: list[dict[str, Weight]] | None, use: _Use, plan: _PlanCache
                    ) -> LayerPlan:
-    """Returns the plan of feed-forwards in host memory beside a GPU. head: each device's part of the draft head."""
+    """Returns the plan that keeps feed-forwards in host memory. head: each device's part of the draft head."""
     options = reader.options
     if use.drafts or use.vectors or not options.on_gpu or options.shards > 1:
         return LayerPlan()

@@ -1,9 +1,9 @@
 """Scheduling policy as pure functions, without torch: how prompts share a step, which sequences get a place in the
 batch, and which waiting request is given up.
 
-Prompts: one half of a step's token budget goes to the prompts nearest to their goal, so that short prompts are answered
-at once beside long ones. The other half, and the rest of the first, goes to the oldest prompts, so that a long prompt
-makes progress even if many short ones arrive.
+Prompts: one half of a step's token budget goes to the prompts nearest to their goal, so that a short prompt need not
+wait for a long one. The other half, and the rest of the first, goes to the oldest prompts, so that a long prompt makes
+progress even if many short ones arrive.
 
 Places: sequences run in order of arrival, but clients take turns, and so do the groups of one client (the prompts of
 one body, the choices of one request). A sequence keeps its place for a quantum of steps, which is short if its client
@@ -108,7 +108,7 @@ class PrefixWait:
 
 
 def _reading(budget: int, others: int, own: int, nearer: int = 0) -> int:
-    """Returns the tokens of all steps until a prompt of `own` tokens is done beside others, `nearer` of them first."""
+    """Returns the total tokens of all steps until a prompt of `own` tokens is done. nearer: tokens that go first."""
     steps = 1 if others + own <= budget else -(-(own + nearer) // max(budget // 2, 1))
     return steps * (STEP + min(others + own, budget))
 

@@ -1,4 +1,4 @@
-"""Compiled models: how to find and open them, the interface that they implement, and the files beside them.
+"""Compiled models: how to find and open them, the interface that they implement, and the files next to them.
 
 This module does not import torch: a program that runs through its own runtime starts without it.
 """
@@ -217,7 +217,7 @@ class ProgramConversation:
         return 0
 
 
-# The files beside a program: config, sampling defaults, tokenizer, chat template
+# The files next to a program: config, sampling defaults, tokenizer, chat template
 
 _FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.json", "chat_template.jinja")
 _TEMPLATES: Final = "additional_chat_templates"

@@ -54,7 +54,7 @@ def column_slices(columns: int, unit: int, runs: int = 1, shards: int = 1) -> li
 
 
 def slice_unit(type: str, columns: int) -> int:
-    """Returns the number of columns of which slices of a matrix are multiples. type: GGUF type of its blocks, or of
+    """Returns the unit of slices: the columns of each slice are a multiple of it. type: GGUF type of its blocks, or of
     unquantized numbers (F32, F16, BF16)."""
     if type in ("F32", "F16", "BF16"):
         return PLAIN_UNIT

@@ -1,6 +1,6 @@
 """CUDA graphs of steps that have a bucket: a step's launches are recorded once per bucket and replayed in one call.
 
-A file beside the weights may name the buckets that are recorded when a server starts (default: all):
+A file next to the weights may name the buckets that are recorded when a server starts (default: all):
 
     {"rows": [1, 2, 64], "contexts": [4096, 32768]}
 

@@ -33,12 +33,12 @@ log = logging.getLogger("deltic")
 
 _MOST_PROFILE = 64 << 20
 _MOST_THREADS, _OTHERS = 16, 2
-"""Maximum number of threads that compute experts beside a GPU, and number of cores left for other work. Memory
-bandwidth is the limit beyond that."""
+"""Maximum number of host threads that compute experts, and number of cores left for other work. Beyond this number,
+memory bandwidth is the limit."""
 _READS = 0.85
 """Fraction of a copy's rate that kernels reach while the host also reads the same memory to compute."""
 _LEAST_SHARE = 0.1
-"""Minimum share of the experts beside a GPU that the host computes: for a smaller share, involving it does not pay."""
+"""Minimum share of the experts in host memory that the host computes. A smaller share does not pay."""
 
 
 @dataclass(slots=True)
@@ -188,7 +188,7 @@ def _share_with_host(store: PinnedExpertStore, options: EngineConfig, per_token:
 
 
 def offload_threads(options: EngineConfig) -> tuple[int, int]:
-    """Returns the number of threads that compute beside a GPU, and the level of their instruction set."""
+    """Returns the number of host threads that compute experts, and the level of their instruction set."""
     threads = options.threads or max(1, min(available_cores() - _OTHERS, _MOST_THREADS))
     return threads, pool_of(options.cpu_level).level
 

@@ -122,7 +122,7 @@ def _certainly_fits(options: EngineConfig, weights: int) -> bool:
 
 
 def _strictly(plan: PlanCache, options: EngineConfig, card: CardMemory) -> MemoryPlan:
-    """Plans a cache within the GPU's memory, beside weights and steps. Raises ConfigError if there is no room."""
+    """Plans a cache in the GPU memory that weights and steps leave free. Raises ConfigError if there is no room."""
     if options.memory_bytes is not None and options.memory_bytes > options.shards * card.left:
         raise ConfigError(f"memory={options.memory} does not fit the GPU beside the weights: give less", "memory")
     if options.memory is None and options.gpu_memory is None:

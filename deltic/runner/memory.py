@@ -67,8 +67,8 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
                 card: CardMemory | None = None) -> tuple[MemoryPlan, PoolOptions]:
     """Splits the cache's memory. Raises ConfigError if it cannot hold one sequence. The plan covers all devices that
     share the model. dtype: of activations. head: there is a draft head. drafts, defers: sequences need delta logs, for
-    drafts or for deferred state writes. vectors: the model computes embeddings beside other models, so its cache takes
-    only enough for one text of full length and a step. card: memory of the GPU; default: its present state."""
+    drafts or for deferred state writes. vectors: the model computes embeddings while other models run, so its cache
+    takes only enough for one text of full length and a step. card: memory of the GPU; default: its present state."""
     kv = {"fp8": FP8, "int8": INT8, "int4": INT4}.get(options.kv_dtype)
     if kv == INT4 and config.head_dim not in (16, 32, 64, 128, 256):
         raise ConfigError(f"kv_dtype=int4 rotates heads of 16 to 256 dimensions, a power of two; this model's have "

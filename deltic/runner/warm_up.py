@@ -28,7 +28,7 @@ Part = tuple[int, int]
 def prompt_plans(budget: int, max_context: int, max_batch: int, few: bool = False, page: int = 0
                  ) -> Iterator[StepPlan]:
     """Yields steps with prompts of every size, with several prompts, with prompts that begin with cached tokens, and
-    with prompts beside decode rows. The first and the last steps have the largest prompts. Every step writes to one
+    with prompts and decode rows. The first and the last steps have the largest prompts. Every step writes to one
     page and to slot 0. few: yield two sizes only, for a model with slow steps."""
     most = min(budget, max_context - 1)
     sizes = [size for size in _FEW_EXPERTS_SIZES if size <= most] if few else sizes_up_to(most)

@@ -343,7 +343,7 @@ class WeightReader:
         return PackedFile(options.aot_dir, machine_facts(options, self.ops), Identity(facts, self._marks))
 
     def _mark_files(self) -> tuple[list[FileMark], int]:
-        """Marks the files of the weights and, for the answer records beside a tier, of the tokenizer; then the files
+        """Marks the files of the weights and, for the answer records of a tier, of the tokenizer; then the files
         with only a draft head. Returns the marks and the number of those before the latter."""
         files = self.source.files
         assert files

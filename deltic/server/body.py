@@ -29,7 +29,7 @@ _BOM: Final = b"\xef\xbb\xbf"
 _PATIENCE: Final = 4
 """Bodies up to this multiple of the limit are received before the refusal: clients read after they have sent."""
 _FILE_WORDS: Final = (b"file", b"document", b"\\u")
-"""Byte strings, at least one of which is in every body that has a file part."""
+"""Byte strings. Every body that has a file part contains at least one of them."""
 _MOST_LOGGED: Final = 1000
 _MOST_NAMED: Final = 50
 _LONGEST_NAME: Final = 60

@@ -85,7 +85,7 @@ def listen_unix(path: Path, mode: int = 0o600) -> socket.socket:
 
 
 class _UnixListener(socket.socket):
-    """A Unix socket that removes its file when it is closed. A lock file beside it shows that it is in use: no client
+    """A Unix socket that removes its file when it is closed. A lock file next to it shows that it is in use: no client
     can connect before the server runs. The lock file is removed too, unless it has content: then it is not ours."""
 
     _lock = -1

@@ -55,7 +55,7 @@ class ExportForm:
 
 
 def export_files(files: ModelFiles, path: Path, form: ExportForm, on_stage: OnStage = lambda stage: None) -> int:
-    """Writes a model's program, and beside it a directory with config and tokenizer. Returns the program's bytes.
+    """Writes a model's program, and a directory with config and tokenizer next to it. Returns the program's bytes.
 
     Leaves out the draft head and the vision tower. Raises ModelError for a model that cannot be exported.
     """

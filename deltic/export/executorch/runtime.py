@@ -41,7 +41,7 @@ _OPERATORS: Final = "executorch.extension.llm.custom_ops"
 
 
 def sidecar_of(path: Path) -> Path:
-    """Returns the directory beside a program with its config and tokenizer: `model.files` for `model.pte`."""
+    """Returns the directory next to a program, with its config and tokenizer: `model.files` for `model.pte`."""
     return path.with_suffix(".files")
 
 

@@ -210,10 +210,10 @@ class Shapes:
 
     @property
     def limits_registers(self) -> bool:
-        """True if products take at most 72 registers, so that a block of the delta rule fits beside two of them.
+        """True if products take at most 72 registers, so that a delta rule block fits next to two of their blocks.
 
         False if a row is one segment, because such a product keeps its input in registers. Quantized products of one
-        token would fit, but are faster without such a block beside them. With experts it is untested.
+        token would fit, but are faster without such a block next to them. With experts it is untested.
         """
         plain = all(isinstance(product, Multiply) and product.columns > SEGMENT for product in self.products)
         return plain and self.experts is None

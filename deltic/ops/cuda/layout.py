@@ -16,7 +16,7 @@ TWO_BLOCKS_SHARED_BYTES = 84 << 10
 """Shared memory of a block with which no more than two blocks fit on a multiprocessor."""
 BOUND_FOR_72_REGISTERS = 448
 """Launch bound (threads) with which the compiler gives a thread at most 72 registers if two blocks must fit. A block of
-the delta rule then fits beside two blocks of products, each of which counts as twelve warps."""
+the delta rule then fits next to two blocks of products. Each of these counts as twelve warps."""
 SPLIT_HEAD_SHARED_BYTES = 62 << 10
-"""Shared memory with which a delta rule block does not fit beside two blocks of products, so that three blocks do not
+"""Shared memory with which a delta rule block does not fit next to two blocks of products, so that three blocks do not
 meet on one multiprocessor, which would spread the next product's blocks unevenly."""

@@ -397,7 +397,7 @@ def parts_at_once(tokens: int) -> int:
 
 def ring_slots(fixed: int, slot: int, beside: int, items: int, card: Card, tokens: int) -> int:
     """Returns the number of slots of a ring. It leaves the next kernel's block its room if at least three slots fit
-    beside it; otherwise the ring may take all shared memory. At least two slots, or one if a single token's block has
+    next to it; otherwise the ring may take all shared memory. At least two slots, or one if a single token's block has
     no room for two. fixed: bytes of the block besides the ring. beside: bytes of the block beside the next kernel's."""
     shared = card.max_shared_bytes
     few, most = (min(beside, shared) - fixed) // slot, (shared - fixed) // slot

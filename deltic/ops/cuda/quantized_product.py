@@ -150,7 +150,7 @@ class PackedMultiply:
         return min(room // (input + sums), (room - 2 * self.card.sum_bytes) // input)
 
     def _room(self, high: int) -> int:
-        """Returns the bytes of shared memory for the input and the sums beside a ring of two slots, at most."""
+        """Returns the most shared memory for the input and the sums if the ring has two slots, in bytes."""
         return min(self.card.product_bytes, self.card.max_shared_bytes - 1024 - 2 * _slot(self.kinds, high))
 
     def plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:

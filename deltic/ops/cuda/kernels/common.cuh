@@ -9,7 +9,7 @@ typedef long long i64;
 
 // In a step of few rows, every product has one block per multiprocessor. A block takes less than half of the registers and
 // more than a third of the shared memory, and waits even if it has no work. So the blocks of the next product, which start
-// early, are placed one per multiprocessor beside the current ones, and the small blocks of the kernels in between still fit.
+// early, are placed one per multiprocessor next to the current ones, and the small blocks of the kernels in between still fit.
 // Otherwise two blocks of a product would share a multiprocessor and take twice as long.
 
 // Lets the next kernel of the stream start. That kernel calls `wait` before it accesses what this one writes.

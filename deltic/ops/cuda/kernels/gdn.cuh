@@ -1,7 +1,7 @@
 // The core of a Gated DeltaNet layer for decode rows: convolution, gates, delta rule, gated norm. Four warps have one slice of
 // a value head, BV columns, and keep its state in registers. Two kernels round alike:
 // - gdn_spread, for few heads: a block has one or two slices. The output projection computes the norm, because blocks that
-//   wait for each other could not all start at once beside the blocks of products.
+//   wait for each other could not all start while the blocks of products are resident.
 // - gdn_stream, for many heads: a block has all slices and loops over heads. As soon as a state is in registers, the next one
 //   is copied to shared memory. A head's inputs are prefetched too, because a blocking load is served after all copies.
 

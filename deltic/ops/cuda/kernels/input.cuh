@@ -45,7 +45,7 @@ constexpr int LINE_BYTES = 144, LINES_BYTES = 4 * LINE_BYTES;
 
 // Args: has x, scale, eps and tokens as in `Product`. HEAD: columns of a value head, if x is the outputs of value heads, which
 // are normed first with the squares of slices of SLICE columns; else 0. FORM: kFixed is for tiles (packed.cuh; K is a multiple
-// of 256): each 256 columns are 16-bit integers, the largest of which is 32,512. ONE: there is only one token.
+// of 256): each 256 columns are 16-bit integers of at most 32,512. ONE: there is only one token.
 template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE = false> struct Input {
     static constexpr int WARPS = 8;
     static constexpr bool FIXED = FORM == kFixed || FORM == kBoth;  // x is kept as integers

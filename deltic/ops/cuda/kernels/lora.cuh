@@ -1,5 +1,5 @@
 
-// Terms that adapters (LoRA) add to a product of up to 16 tokens, each of which may have another adapter. `shrink` computes
+// Terms that adapters (LoRA) add to a product of up to 16 tokens. Each token may have another adapter. `shrink` computes
 // sums[t, r] = sum over k of x[t, k] * a[r, k]. `expand` computes terms[t, n] = sum over r of sums[t, r] * b[n, r]. The next
 // product adds the terms to its own sums.
 //

@@ -1,4 +1,4 @@
-// The core of a Gated DeltaNet layer for rows of several tokens, the last of which are drafts, and for rows with entries in
+// The core of a Gated DeltaNet layer for rows of several tokens that end with drafts, and for rows with entries in
 // their state delta log. A row that appends adds its tokens to its log and does not write its state, unless the log is full.
 // The log is replayed on the state in registers, with the operations of `GatedDelta::update` in their order, so that the bits
 // are the same. A block of four warps has BV columns of a value head, for all tokens of the row. The head's last block to end
@@ -94,7 +94,7 @@ template <int DK, int DV, int BV, class In> struct VerifiedSlice : GatedDelta<DK
                     to[(position & 3) * channels + this->channel(i)] = narrow(history[i][p]);
             }
     }
-    // Flushes the log if it has no room for the row's tokens beside its entries: stores the state after `done` tokens.
+    // Flushes the log if it has no room for the row's tokens after its entries: stores the state after `done` tokens.
     DEVICE void fold() {
         if (!append || done + tokens - base <= RING) return;
         const u64 policy = read_once();
