@@ -47,7 +47,7 @@ WORDS = {
     "are told": 0,
     "what is left": 0,
     "as of": 0,
-    "of which": 4,
+    "of which": 0,
     "those that": 8,
     "whether": 3,
     "so many": 3,
