@@ -263,6 +263,28 @@ constexpr bool BULK_COPIES = true;
 constexpr int COPIERS = 1;
 DEVICE void end_copies(u32) {}
 DEVICE void await_own_copies() {}
+// Copies that a thread itself waits for. They come as late as possible: all at once when it waits.
+struct OwnCopy {
+    u32 to;
+    const void *from;
+    int group;
+    bool has;
+};
+static PER_DEVICE std::vector<OwnCopy> own_copies[1024];
+static PER_DEVICE int own_groups[1024];
+DEVICE void copy_async_or_zero(u32 to, const void *from, bool has) {
+    own_copies[threadIdx.x].push_back({to, from, own_groups[threadIdx.x], has}), ++copies;
+}
+DEVICE void commit_copies() { ++own_groups[threadIdx.x]; }
+template <int LEFT> DEVICE void await_copies_but() {
+    const int due = own_groups[threadIdx.x] - LEFT;
+    std::erase_if(own_copies[threadIdx.x], [=](const OwnCopy &copy) {
+        if (copy.group >= due) return false;
+        if (copy.has) memcpy(shared + copy.to, copy.from, 16);
+        else memset(shared + copy.to, 0, 16);
+        return true;
+    });
+}
 #define COPY_EACH(has, to, from, bytes, barrier, policy) \
     if (has) bulk_copy(to, from, bytes, barrier, policy)
 

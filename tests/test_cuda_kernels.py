@@ -14,9 +14,9 @@ from deltic.config import EngineConfig
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops import reference
-from deltic.ops.cuda.arguments import ProductArgs
 from deltic.ops.cuda.decode import DecodeStep
 from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.gemv import launch_plain
 from deltic.ops.cuda.kernel_config import (
     ADD,
     GATE,
@@ -100,12 +100,7 @@ def multiply(module: Module, weight: Tensor, x: Tensor, scale: Tensor | None, y:
 
 
 def launch(module: Module, product: Multiply, weight: Tensor, x: Tensor, y: Tensor, scale: Tensor | None) -> None:
-    rows, units = len(weight), -(-len(weight) // product.unit)
-    group = product.group(len(x), -(-units // BLOCKS))
-    slots, shared = product.shared(len(x), group, -(-units // BLOCKS))
-    module.launch(product.name(len(x)), (BLOCKS,), product.threads(len(x)), ProductArgs(
-        weight=weight, x=x, scale=scale, y=y, eps=1e-6, tokens=len(x), rows=rows, whole=units // BLOCKS,
-        rest=units % BLOCKS, group=group, inverse=65536 // len(x) + 1, slots=slots), shared)
+    launch_plain(module, product, weight, len(x), BLOCKS, x=x, scale=scale, y=y, eps=1e-6)
     torch.cuda.synchronize()
 
 

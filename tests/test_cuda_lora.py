@@ -25,9 +25,9 @@ from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.adapters import Adapter, LowRank
 from deltic.ops.cuda import adapters as lora
-from deltic.ops.cuda.arguments import AddedProductArgs, ProductArgs
 from deltic.ops.cuda.decode import DecodeStep
 from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.gemv import launch_plain
 from deltic.ops.cuda.kernel_config import ADD, GATE, STORE, Multiply, Shapes, blocks_of
 from deltic.ops.types import Batch
 from deltic.params import EngineRequest
@@ -112,13 +112,7 @@ def modules() -> tuple[Module, Module]:
 
 
 def multiply(module: Module, product: Multiply, weight: Tensor, tokens: int, **values: Any) -> None:
-    units = -(-len(weight) // product.unit)
-    group = product.group(tokens, -(-units // BLOCKS))
-    slots, shared = product.shared(tokens, group, -(-units // BLOCKS))
-    arguments = AddedProductArgs if product.terms else ProductArgs
-    module.launch(product.name(tokens), (BLOCKS,), product.threads(tokens), arguments(
-        weight=weight, eps=1e-6, tokens=tokens, rows=len(weight), whole=units // BLOCKS, rest=units % BLOCKS,
-        group=group, inverse=65536 // tokens + 1, slots=slots, **values), shared)
+    launch_plain(module, product, weight, tokens, BLOCKS, eps=1e-6, **values)
     torch.cuda.synchronize()
 
 

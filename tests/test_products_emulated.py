@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deltic.ops.cuda.arguments import ProductArgs
+from deltic.ops.cuda.arguments import ProductArgs, StageArgs
 from deltic.ops.cuda.card import CARDS
 from deltic.ops.cuda.driver import FOLDER
 from deltic.ops.cuda.kernel_config import ADD, GATE, PART, STORE, Multiply
@@ -35,21 +35,24 @@ class Case:
     norm: bool = False
     unit: int = 8
     split: ColumnSlices = WHOLE
+    tiles: int = 3
 
     def __str__(self) -> str:
         return re.sub(r"\W+", " ", self.product.name(self.tokens) + f" {self.tokens}")
 
     @property
     def product(self) -> Multiply:
-        return Multiply(self.columns, self.norm, self.out, self.unit, split=self.split, card=CARDS["sm_90"])
+        return Multiply(self.columns, self.norm, self.out, self.unit, split=self.split, tiles=self.tiles,
+                        card=CARDS["sm_90"])
 
 
 QUICK = [Case(2560, STORE, 150, blocks=2, norm=True), Case(6144, ADD, 90, blocks=2), Case(192, ADD, 70, 2),
-         Case(2048, PART, 90, 3, split=ColumnSlices(2, 2))]
-"""Of each form one; pieces of slices, slices that are not equal, several runs."""
+         Case(2048, PART, 90, 3, split=ColumnSlices(2, 2)), Case(512, GATE, 96, 16, blocks=2, norm=True, tiles=2),
+         Case(192, ADD, 70, 9), Case(2048, PART, 90, 7, split=ColumnSlices(2, 2), tiles=1)]
+"""Of each form one; pieces of slices, slices that are not equal, several runs; many tokens."""
 CASES = [
     Case(5120, GATE, 96, 3, blocks=2, norm=True), Case(2560, STORE, 100, 7, norm=True),
-    Case(1024, STORE, 60, norm=True), Case(17408, ADD, 60, 4), Case(6144, ADD, 40, 6), Case(4096, ADD, 90),
+    Case(1024, STORE, 60, norm=True), Case(17408, ADD, 60, 4), Case(6144, ADD, 40, 6, tiles=2), Case(4096, ADD, 90),
     Case(9216, ADD, 50, unit=4), Case(1152, ADD, 70), Case(8704, PART, 120, split=ColumnSlices(4)),
     Case(4352, PART, 120, blocks=2, split=ColumnSlices(2)), Case(1088, PART, 90, split=ColumnSlices(1))]
 
@@ -64,7 +67,8 @@ def test_products(case: Case, tmp_path: Path) -> None:
     assert call
     source = Path(__file__).with_name("emulated_products.cpp")
     subprocess.run(["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-I{FOLDER}",
-                    f"-DPRODUCT={call[1]}", str(source), "-o", str(target)], check=True)
+                    f"-DPRODUCT={call[1]}", f"-DSTAGED=stage_many<{case.columns}>", str(source), "-o", str(target)],
+                   check=True)
     rng = torch.Generator().manual_seed(1)
     weight = (torch.randn(case.rows, case.columns, generator=rng) * 0.05).bfloat16()
     x, scale = torch.randn(tokens, case.columns, generator=rng), torch.rand(case.columns, generator=rng) + 0.5
@@ -79,9 +83,16 @@ def test_products(case: Case, tmp_path: Path) -> None:
         wanted, y = F.silu(gate) * up, torch.zeros(tokens, case.rows // 2, dtype=torch.bfloat16)
     units = -(-case.rows // case.unit)
     most = -(-units // case.blocks)
-    group = product.group(tokens, most)
-    slots, _ = product.shared(tokens, group, most)
-    copies = ctypes.CDLL(str(target)).run_product(ctypes.byref(ProductArgs(
+    library, group, slots = ctypes.CDLL(str(target)), 0, 0
+    if tokens <= product.few:
+        group = product.group(tokens, most)
+        slots, _ = product.shared(tokens, group, most)
+    elif case.norm:
+        staged, factors = torch.empty(x.numel(), dtype=torch.bfloat16), torch.empty(tokens)
+        assert library.run_stage(ctypes.byref(StageArgs(x=x, scale=scale, y=staged, factors=factors, eps=EPS,
+                                                        tokens=tokens)), 256) == tokens
+        x, scale = staged, factors
+    copies = library.run_product(ctypes.byref(ProductArgs(
         weight=weight, x=x, scale=scale if case.norm else None, y=y, eps=EPS, tokens=tokens, rows=case.rows,
         whole=units // case.blocks, rest=units % case.blocks, group=group, inverse=65536 // tokens + 1, slots=slots)),
         case.blocks, product.threads(tokens))

@@ -40,7 +40,7 @@ def source(shapes: Shapes) -> str:
     """Returns the CUDA source of the kernels for adapters, and of the products that add the terms."""
     products = [product for product in shapes.products if not product.head and (product.norm or product.out == ADD)]
     own = replace(shapes, products=tuple([replace(product, terms=True) for product in products]))
-    files = ["input", "product", "sliced", "small", *["packed"] * bool(shapes.kinds), "lora"]
+    files = ["input", "product", "sliced", "product_many", "small", *["packed"] * bool(shapes.kinds), "lora"]
     return "".join([
         headers(*files),
         *own.product_sources(),

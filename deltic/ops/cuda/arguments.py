@@ -17,6 +17,7 @@ def _struct(name: str, pointers: str, floats: str = "", integers: str = "") -> t
 
 
 ProductArgs = _struct("ProductArgs", "weight x scale y", "eps", "tokens rows whole rest group inverse slots")
+StageArgs = _struct("StageArgs", "x scale y factors", "eps", "tokens")
 PackedArgs = _struct_of("PackedArgs", [
     ("data", c_void_p * 4),
     *fields("x scale y", "eps", "tokens total inverse slots slot parts rounds round sums chunk"),

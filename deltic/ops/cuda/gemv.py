@@ -6,13 +6,15 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda import quantized_product
 from deltic.ops.cuda.adapters import ProductTerms
 from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.kernel_config import GATE, Multiply, Shapes, unit_of
+from deltic.ops.cuda.kernel_config import GATE, Multiply, Shapes, plain_product
+from deltic.ops.cuda.layout import MAX_GEMV_TOKENS, WARPS
 from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sliced_product import WHOLE, ColumnSlices
 
@@ -32,8 +34,8 @@ class GemvProducts:
         if parts:
             product = quantized_product.product_of(parts, scale is not None, out, self._blocks, split=split)
         else:
-            unit = unit_of(rows_of(weight), out, self._blocks)
-            product = Multiply(columns_of(weight), scale is not None, out, unit, split=split, card=self._shapes.card)
+            assert isinstance(weight, Tensor)
+            product = plain_product(weight, scale is not None, out, self._blocks, split, self._shapes.card)
         if terms:
             product = replace(product, terms=True)
         tokens, launches = len(x), -(-len(x) // product.most)
@@ -56,15 +58,32 @@ class GemvProducts:
         if isinstance(product, PackedMultiply):
             parts = self._shapes.parts[id(weight)]
             return quantized_product.launch(module, product, parts, tokens, blocks, **values)
-        rows = rows_of(weight)
-        units = -(-rows // product.unit)
+        assert isinstance(weight, Tensor)
+        launch_plain(module, product, weight, tokens, blocks, **values)
+
+
+def launch_plain(module: Module, product: Multiply, weight: Tensor, tokens: int, blocks: int, **values: Any) -> None:
+    """Launches a product with a bfloat16 weight. values: as in `GemvProducts.launch`."""
+    rows, units = len(weight), -(-len(weight) // product.unit)
+    sizes, group, shared = dict.fromkeys(("whole", "rest", "inverse", "slots"), 0), 0, product.many_bytes(tokens)
+    if tokens <= product.few:
         units_of_block = -(-units // blocks)
         group = product.group(tokens, units_of_block)
         slots, shared = product.shared(tokens, group, units_of_block)
-        arguments = args.AddedProductArgs if product.terms else args.ProductArgs
-        module.launch(product.name(tokens), (blocks,), product.threads(tokens), arguments(
-            weight=weight, tokens=tokens, rows=rows, whole=units // blocks, rest=units % blocks, group=group,
-            inverse=65536 // tokens + 1, slots=slots, **values), shared)
+        sizes = {"whole": units // blocks, "rest": units % blocks, "inverse": 65536 // tokens + 1, "slots": slots}
+    elif product.norm:
+        values |= _stage(module, product.columns, tokens, values["x"], values["scale"], values["eps"])
+    arguments = args.AddedProductArgs if product.terms else args.ProductArgs
+    module.launch(product.name(tokens), (blocks,), product.threads(tokens), arguments(
+        weight=weight, tokens=tokens, rows=rows, group=group, **sizes, **values), shared)
+
+
+def _stage(module: Module, columns: int, tokens: int, x: Tensor, scale: Tensor, eps: float) -> dict[str, Tensor]:
+    """Norms the input of many tokens. Returns what a product reads in place of x and scale."""
+    staged, factors = x.new_empty(tokens * columns, dtype=torch.bfloat16), x.new_empty(tokens)
+    module.launch(f"k_stage_{columns}", (tokens,), WARPS * 32, args.StageArgs(
+        x=x, scale=scale, y=staged, factors=factors, eps=eps, tokens=tokens), WARPS * MAX_GEMV_TOKENS * 4)
+    return {"x": staged, "scale": factors}
 
 
 def compact(memory: Tensor, tokens: int, width: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -39,6 +40,8 @@ from deltic.ops.types import (
 
 SEGMENT = 1024
 """Columns of a weight that are copied to shared memory at once."""
+_MOST_TILES, _MANY_RING_BYTES = 3, 160 << 10
+"""Of products of many tokens: tiles of 16 rows at once, and bytes of the ring if the card has as many."""
 _MIN_BYTES_IN_FLIGHT = 60 << 10
 """Bytes of weights in flight below which a block with several tokens takes the next kernel's shared memory, too."""
 STORE, ADD, GATE, PART = range(4)
@@ -57,7 +60,8 @@ class Multiply:
     """A product with a bfloat16 weight.
 
     columns: the weight's columns. norm: the input is RMS-normed first. out: STORE, ADD, GATE or PART.
-    unit: rows that a block multiplies at once.
+    unit: rows that a block multiplies at once, if there are few tokens.
+    tiles: tiles of 16 rows that a block multiplies at once, if there are many.
     head, slice: columns of a value head and of one of its slices if the input is the output of split heads, which the
         product norms and gates; else 0.
     split: slices of the columns, used with ADD and PART.
@@ -71,72 +75,104 @@ class Multiply:
     head: int = 0
     slice: int = 0
     split: ColumnSlices = WHOLE
+    tiles: int = _MOST_TILES
     card: Card = field(default_factory=default_card)
     terms: bool = False
 
     @property
     def most(self) -> int:
-        """Largest number of tokens. Their input must leave room for the sums and the ring; 0 if not even one fits."""
-        most = MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS
-        fit = self._room(most) // (self.columns * 2 + 2 * self._least_sums(1))
-        if fit > PLAIN_MMA_TOKENS:
-            return min(most, fit)
-        return min(PLAIN_MMA_TOKENS, most, self._room(1) // (self.columns * 2 + 2 * self._least_sums(1)))
+        """Largest number of tokens."""
+        return self.few if self.head else MAX_GEMV_TOKENS
 
-    def _room(self, tokens: int) -> int:
+    @property
+    def few(self) -> int:
+        """Largest number of tokens with input in shared memory; it must leave room for the sums and the ring. More
+        tokens are many (kernels/product_many.cuh)."""
+        most = MAX_SPLIT_HEAD_TOKENS if self.head else PLAIN_MMA_TOKENS
+        return min(most, self._room // (self.columns * 2 + 2 * self._least_sums(1)))
+
+    @property
+    def _room(self) -> int:
         """Bytes of shared memory for the input and the sums if the ring has the least number of slots."""
-        ring = self._least_slots(tokens) * self._slot(tokens)
-        return min(self.card.product_bytes, self.card.max_shared_bytes - 1024 - ring)
+        return min(self.card.product_bytes, self.card.max_shared_bytes - 1024 - self._least_slots * self._slot)
 
-    def _least_slots(self, tokens: int) -> int:
-        return self._shape(tokens).teams if self._sliced else 2
+    @property
+    def _least_slots(self) -> int:
+        return self._shape.teams if self._sliced else 2
 
     @property
     def _sliced(self) -> bool:
         return self.out in (ADD, PART)
 
-    def _shape(self, tokens: int) -> SliceShape:
-        short = tokens > PLAIN_MMA_TOKENS or self.card.max_shared_bytes < SHARED_BYTES_BESIDE_NEXT
+    @property
+    def _shape(self) -> SliceShape:
+        short = self.card.max_shared_bytes < SHARED_BYTES_BESIDE_NEXT
         return SliceShape(self.columns, self.split, self.unit, short)
 
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
         out = ("store", "add", "gate", "part")[self.out]
-        name = f"product_{self.columns}_{kind}_{out}_{self.unit}_{'many' if tokens > PLAIN_MMA_TOKENS else 'few'}"
-        return name + self.split.suffix * self._sliced + "_terms" * self.terms
+        form = f"{self.unit}_few" if tokens <= self.few else f"{self.tiles}_many"
+        return f"product_{self.columns}_{kind}_{out}_{form}" + self._split.suffix + "_terms" * self.terms
+
+    @property
+    def _split(self) -> ColumnSlices:
+        return self.split if self._sliced else WHOLE
 
     def source(self, tokens: int, limits_registers: bool = False) -> str:
         """Returns the kernel's CUDA source."""
-        several = tokens > PLAIN_MMA_TOKENS
-        fours, norm = MAX_GEMV_TOKENS // PLAIN_MMA_TOKENS if several else 1, str(self.norm).lower()
-        resident = self.card.resident(TWO_BLOCKS_SHARED_BYTES)
-        limited = limits_registers and not several and resident > 1
-        threads = BOUND_FOR_72_REGISTERS if limited else self.threads(tokens)
+        norm, split = str(self.norm).lower(), f"{self._split.slices}, {self._split.runs}"
         type, more = ("AddedProduct", ", true") if self.terms else ("Product", "")
-        call = f"product<{self.columns}, {norm}, {self.out}, {fours}, {self.unit}{more}>"
-        if self._sliced:
-            call = (f"sliced<{self.columns}, {self.out}, {fours}, {self.unit}, {self.head}, {self.slice}, "
-                    f"{self.split.slices}, {self.split.runs}, {str(self._shape(tokens).short).lower()}{more}>")
+        threads, resident, check = self.threads(tokens), self.card.resident(TWO_BLOCKS_SHARED_BYTES), ""
+        if tokens > self.few:
+            resident = 1
+            call = f"product_many<{self.columns}, {norm}, {self.out}, {self.tiles}, {self._stages}, {split}{more}>"
+        elif self._sliced:
+            check, short = self._shape.check, str(self._shape.short).lower()
+            call = (f"sliced<{self.columns}, {self.out}, {self.unit}, {self.head}, {self.slice}, {split}, "
+                    f"{short}{more}>")
+        else:
+            call = f"product<{self.columns}, {norm}, {self.out}, {self.unit}{more}>"
+        if limits_registers and resident > 1:
+            threads = BOUND_FOR_72_REGISTERS
         return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
-                f"(const __grid_constant__ {type} a) {{ {call}(a); }}\n"
-                + self._shape(tokens).check * self._sliced)
+                f"(const __grid_constant__ {type} a) {{ {call}(a); }}\n{check}")
+
+    @property
+    def _stages(self) -> int:
+        """Stages of the ring of many tokens."""
+        room = self.card.max_shared_bytes - self._many_sums(MAX_GEMV_TOKENS)
+        return min(6, min(_MANY_RING_BYTES, room) // self._stage)
+
+    @property
+    def _stage(self) -> int:  # bytes
+        return (2 * self.tiles + 2) * WARPS * 32 * 16
+
+    def _many_sums(self, tokens: int) -> int:
+        return WARPS * self.tiles * 16 * tokens * 4
+
+    def many_bytes(self, tokens: int) -> int:
+        """Returns the bytes of shared memory of a block with many tokens."""
+        return self._stages * self._stage + self._many_sums(tokens)
 
     def threads(self, tokens: int) -> int:
         """Returns the threads per block."""
-        return (WARPS + (self._shape(tokens).copying if self._sliced else 1)) * 32
+        if tokens > self.few:
+            return WARPS * 32
+        return (WARPS + (self._shape.copying if self._sliced else 1)) * 32
 
     def group(self, tokens: int, units: int) -> int:
         """Returns the units that a block multiplies between two sums over its warps: as many as fit."""
-        rest = (self._room(tokens) + 1024 - self._fixed(tokens)) // 2
+        rest = (self._room + 1024 - self._fixed(tokens)) // 2
         if tokens == 1 and self._sliced:  # with the least number of slots, the next kernel's block must still fit
-            beside = SHARED_BYTES_BESIDE_NEXT - self._fixed(tokens) - self._least_slots(tokens) * self._slot(tokens)
+            beside = SHARED_BYTES_BESIDE_NEXT - self._fixed(tokens) - self._least_slots * self._slot
             rest = min(rest, beside // 2)
-        at_once = self._shape(tokens).units if self._sliced else 1
+        at_once = self._shape.units if self._sliced else 1
         return at_once * max(1, min(min(self.card.sum_bytes, rest) // self._least_sums(tokens), -(-units // at_once)))
 
     def slots(self, tokens: int, sums: int) -> int:
         """Returns the slots of a block's ring of weight segments. sums: bytes of shared memory for sums."""
-        slot, fixed, least = self._slot(tokens), self._fixed(tokens) + sums, self._least_slots(tokens)
+        slot, fixed, least = self._slot, self._fixed(tokens) + sums, self._least_slots
         most = self.card.max_shared_bytes
         slots = (min(SHARED_BYTES_BESIDE_NEXT, most) - fixed) // slot
         if slots < max(3, least * self._sliced) or (tokens > 1 and slots * slot < _MIN_BYTES_IN_FLIGHT):
@@ -146,25 +182,35 @@ class Multiply:
 
     def shared(self, tokens: int, group: int, units: int) -> tuple[int, int]:
         """Returns the slots and the bytes of shared memory of a block that multiplies `units` units."""
-        shape, at_once, steps = self._shape(tokens), 1, units * -(-self.columns // SEGMENT)
+        at_once, steps = 1, units * -(-self.columns // SEGMENT)
         if self._sliced:
-            at_once = shape.units
-            steps = -(-units // at_once) * shape.rounds * shape.teams
+            at_once = self._shape.units
+            steps = -(-units // at_once) * self._shape.rounds * self._shape.teams
         sums = (1 if group >= units else 2) * group // at_once * self._least_sums(tokens)
         slots = max(2, min(self.slots(tokens, sums), steps))
-        return slots, max(TWO_BLOCKS_SHARED_BYTES, self._fixed(tokens) + sums + slots * self._slot(tokens))
+        return slots, max(TWO_BLOCKS_SHARED_BYTES, self._fixed(tokens) + sums + slots * self._slot)
 
     def _least_sums(self, tokens: int) -> int:
         """Returns the bytes of shared memory for the sums of all warps over the units that are multiplied at once."""
         return WARPS * (self.unit if self._sliced else 8) * tokens * 4
 
-    def _slot(self, tokens: int) -> int:
+    @property
+    def _slot(self) -> int:
         if self._sliced:
-            return self._shape(tokens).slot
+            return self._shape.slot
         return self.unit * (self.columns * 2 if self.columns <= SEGMENT else SEGMENT * 2 + 64)
 
     def _fixed(self, tokens: int) -> int:
         return 1024 + tokens * self.columns * 2
+
+
+def plain_product(weight: Tensor, norm: bool, out: int, blocks: int, split: ColumnSlices, card: Card) -> Multiply:
+    """Returns the product with a bfloat16 weight. blocks: blocks of a launch."""
+    rows, columns = weight.shape
+    parts = blocks * (WARPS // split.slices if out in (ADD, PART) else 1)
+    tiles = -(-rows // (8 * parts)) / 2
+    least = math.ceil(tiles / math.ceil(tiles / _MOST_TILES))  # with which a block has as few passes
+    return Multiply(columns, norm, out, unit_of(rows, out, blocks), split=split, tiles=least, card=card)
 
 
 def unit_of(rows: int, out: int, blocks: int) -> int:
@@ -220,7 +266,7 @@ class Shapes:
 
     def source(self) -> str:
         """Returns the CUDA source of all kernels for decode steps."""
-        files = ["input", "product", "sliced", "gdn", "gdn_many", "kv", "attention", "small"]
+        files = ["input", "product", "sliced", "product_many", "gdn", "gdn_many", "kv", "attention", "small"]
         if self.delta_logs:
             files.append("verify")
         if self.kinds or isinstance(self.experts, PackedShape):
@@ -265,6 +311,9 @@ class Shapes:
                     text[product.source(tokens)] = None
                 else:
                     text[product.source(tokens, self.limits_registers)] = None
+            if isinstance(product, Multiply) and product.norm:
+                name = f"stage_{product.columns}"
+                text[entry(name, "Stage", "256", f"stage_many<{product.columns}>")] = None
         return list(text)
 
     def _gdn(self, gdn: GdnSpec, kind: str, name: str) -> list[str]:
@@ -290,8 +339,8 @@ class Shapes:
 def _shared_bytes(product: Multiply | PackedMultiply) -> int:
     if isinstance(product, PackedMultiply):
         return product.shared
-    return max(product.shared(tokens, product.group(tokens, 1 << 20), 1 << 20)[1]
-               for tokens in range(1, product.most + 1))
+    few = (product.shared(tokens, product.group(tokens, 1 << 20), 1 << 20)[1] for tokens in range(1, product.few + 1))
+    return max([*few, product.many_bytes(product.most)])
 
 
 def state_header(state: str) -> str:
@@ -330,7 +379,7 @@ def states_at_once(spec: GdnSpec, state: str, card: Card) -> int:
 def heads_product(spec: GdnSpec, unit: int, card: Card | None = None, shards: int = 1) -> Multiply:
     """Returns the output projection of split heads. spec: one device's part of the layer."""
     return Multiply(spec.values, False, summed(shards), unit, spec.value_dim, gdn_slice(spec, "few", shards),
-                    split_of(shards, spec), card or default_card())
+                    split_of(shards, spec), card=card or default_card())
 
 
 def summed(shards: int) -> int:
@@ -413,8 +462,7 @@ class _Found:
 
     def add(self, weight: Weight, norm: bool, out: int) -> None:
         if isinstance(weight, Tensor) and _plain(weight):
-            unit = unit_of(weight.shape[0], out, self.blocks)
-            self.products[Multiply(weight.shape[1], norm, out, unit, card=self.card)] = None
+            self.products[plain_product(weight, norm, out, self.blocks, WHOLE, self.card)] = None
         elif parts := self._parts_of(weight, out):
             self.products[product_of(parts, norm, out, self.blocks)] = None
         else:
@@ -425,10 +473,10 @@ class _Found:
         if the weight may be multiplied with outputs of split heads."""
         out, split = summed(shards), split_of(shards, heads)
         if isinstance(weight, Tensor) and _plain(weight):
-            unit = unit_of(weight.shape[0], out, self.blocks)
-            self.products[Multiply(weight.shape[1], False, out, unit, split=split, card=self.card)] = None
+            product = plain_product(weight, False, out, self.blocks, split, self.card)
+            self.products[product] = None
             if heads:
-                self.products[heads_product(heads, unit, self.card, shards)] = None
+                self.products[heads_product(heads, product.unit, self.card, shards)] = None
         elif parts := self._parts_of(weight, out):
             self.products[product_of(parts, False, out, self.blocks, split=split)] = None
             if heads:

@@ -22,7 +22,7 @@ OPERATORS = {
     "moe": r"k_(experts|packed_gate|packed_down|grouped|group|route|rows|stack|tiles|unpack_experts|ask_host|add_host)",
     "embed": r"k_(enter|numbers|cursors|row_keys)",
     "add_norm": r"k_add_norm",
-    "products": r"k_(gate|unpack)|product_|packed_|.*(gemm|gemv|cutlass|cublas|nvjet|splitK|wgmma)",
+    "products": r"k_(gate|stage|unpack)|product_|packed_|.*(gemm|gemv|cutlass|cublas|nvjet|splitK|wgmma)",
     "copies": r"Memcpy|Memset",
 }
 """Patterns of the names of deltic's and torch's kernels, by operator. Matrix products of all operators are `products`,

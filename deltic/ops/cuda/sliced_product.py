@@ -41,7 +41,7 @@ def split_of(shards: int, spec: GdnSpec | None = None) -> ColumnSlices:
 @dataclass(frozen=True, slots=True)
 class SliceShape:
     """The shape of a slot, as the struct of this name in kernels/sliced.cuh. columns: columns on the device. rows: rows
-    of a unit. short: slots are short, because many tokens or a small card leave little room."""
+    of a unit. short: slots are short, because a small card leaves little room."""
 
     columns: int
     split: ColumnSlices

@@ -200,6 +200,14 @@ template <int BYTES> DEVICE void copy_async(u32 to, const void *from) {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(to), "l"(from), "n"(BYTES) : "memory");
 }
 DEVICE void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Copies 16 bytes or, without `has`, writes zeros. `from` is an address that may be read in any case.
+DEVICE void copy_async_or_zero(u32 to, const void *from, bool has) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(has ? 16 : 0) : "memory");
+}
+// Ends a group of a thread's copies.
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for all groups of the thread's copies but the last LEFT.
+template <int LEFT> DEVICE void await_copies_but() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
 // Returns the row of a token; at least `rows` for tokens that pad a bucket. A whole warp calls it.
 DEVICE int row_of(const i64 *starts, int rows, int token) {
     int row = 0, before = 32;

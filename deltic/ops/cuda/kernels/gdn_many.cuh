@@ -185,12 +185,12 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
                 }
                 if (t < count) copy_async<4>(shared_address(&to.keeps[t]), a.decays + from.entry(from.base + t) * a.value_heads + p.head);
             }
-            asm volatile("cp.async.commit_group;" ::: "memory");
+            commit_copies();
         }
     }
     // Waits for all entries but those of the latest `load_entries`.
     static DEVICE void await_entries() {
-        if constexpr (RINGS) asm volatile("cp.async.wait_group 1;" ::: "memory");
+        if constexpr (RINGS) await_copies_but<1>();
     }
 
     // A helper thread's data of a head: one channel each of query, key and value.

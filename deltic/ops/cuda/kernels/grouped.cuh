@@ -141,9 +141,7 @@ template <int ROWS> DEVICE void copy_box(u32 to, const TensorMap *map, int colum
 #pragma unroll 4
     for (int r = lane >> 3; r < ROWS; r += 4) {
         const bool has = there && r < rows;  // zeros outside of the matrix
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                     :: "r"(to + r * 128 + ((chunk ^ (r & 7)) << 4)), "l"(has ? from + (row + r) * step : map->words[0]),
-                        "r"(has ? 16 : 0) : "memory");
+        copy_async_or_zero(to + r * 128 + ((chunk ^ (r & 7)) << 4), (const void *)(has ? from + (row + r) * step : map->words[0]), has);
     }
 }
 DEVICE void prefetch_box(const TensorMap *, int, int) {}

@@ -1,4 +1,4 @@
-// y[t, n] = sum of x[t, k] * weight[n, k] for up to 16 tokens: a linear layer of a decode step, near memory bandwidth.
+// y[t, n] = sum of x[t, k] * weight[n, k] for up to four tokens: a linear layer of a decode step, near memory bandwidth.
 //
 // A block multiplies units of ROWS weight rows, cut into segments of 1,024 columns. One warp copies segments to a ring of
 // slots in shared memory. It issues the first copies before the kernel waits for its input. The copies are asynchronous and
@@ -7,7 +7,7 @@
 // A lane loads eight columns of a row. The mma takes column pairs 0 and 2 as one of its 16 rows and pairs 1 and 3 as another
 // row. Likewise, each of four tokens occupies two of the mma's eight columns. So one mma multiplies 32 columns of 8 rows, and
 // half of its results are unused. The warps' sums are added in the order of the warps, so a token's sums have the same order in
-// any batch. Products whose columns may be split over devices are in sliced.cuh.
+// any batch. Products whose columns may be split over devices are in sliced.cuh, products of more tokens in product_many.cuh.
 
 struct Product {
     const u16 *weight;   // [rows, K]
@@ -16,6 +16,7 @@ struct Product {
     void *y;             // kStore, kPart: float [T, rows]; kAdd: float [T, rows], added to; kGate: bf16 [T, rows / 2]
     float eps;
     int tokens, rows;
+    // only for up to four tokens:
     int whole, rest;   // units per block; the first `rest` blocks have one more
     int group;         // units per reduction over the warps
     int inverse;       // 65536 / tokens + 1, for divisions by `tokens`
@@ -28,8 +29,8 @@ struct AddedProduct : Product {
     const i64 *entries;  // [T], negative: the token has no adapter
 };
 
-// OUT: kStore or kGate. FOURS: largest number of groups of four tokens. TERMS: the arguments are an `AddedProduct`.
-template <int K, bool NORM, int OUT, int FOURS, int ROWS, bool TERMS = false>
+// OUT: kStore or kGate. TERMS: the arguments are an `AddedProduct`.
+template <int K, bool NORM, int OUT, int ROWS, bool TERMS = false>
 struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
     using Base = Input<Product, K, NORM, 0, 0, kPaired>;
     using Base::a, Base::tid, Base::warp, Base::lane, Base::xs, Base::WARPS;
@@ -37,8 +38,9 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
     static constexpr int SEGMENT = K < WIDEST ? K : WIDEST, SEGMENTS = (K + WIDEST - 1) / WIDEST,
                          LOADS = SEGMENT > 512 ? 4 : 2;
     // JOINED: a row is one segment; a unit's rows are copied at once, without padding. Odd rows are read with the two 64-byte
-    // halves of a piece swapped, so that neighbouring rows use different banks. Otherwise rows are padded by 64 bytes for that.
-    static constexpr bool JOINED = SEGMENTS == 1, HELD = JOINED && FOURS == 1;  // HELD: x stays in registers
+    // halves of a piece swapped, so that neighbouring rows use different banks, and x stays in registers. Otherwise rows are
+    // padded by 64 bytes.
+    static constexpr bool JOINED = SEGMENTS == 1;
     static constexpr int LINE = SEGMENT * 2 + (JOINED ? 0 : 64), SLOT = ROWS * LINE, WIDTH = OUT == kGate ? ROWS / 2 : ROWS;
     static constexpr int COPIES = JOINED ? ROWS / WIDTH : ROWS;  // bulk copies per segment
     int count, pieces, lap = 0, slot = 0;  // pieces: bytes of 32 columns of x of all tokens
@@ -103,9 +105,9 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
     DEVICE bool exists(int segment, int j) const {
         return K % WIDEST == 0 || segment * (WIDEST / 64) + j / 2 * WARPS + warp < PIECES;
     }
-    // Loads the fragments of x for the four tokens from 4 * four on. Missing tokens read the last one.
-    DEVICE void load_x(uint2 (&f)[LOADS], int segment, int four) const {
-        const u32 from = input + min(4 * four + (lane >> 3), a.tokens - 1) * 64 + segment * (WIDEST / 32) * pieces;
+    // Loads the fragments of x. Missing tokens read the last one.
+    DEVICE void load_x(uint2 (&f)[LOADS], int segment) const {
+        const u32 from = input + min(lane >> 3, a.tokens - 1) * 64 + segment * (WIDEST / 32) * pieces;
 #pragma unroll
         for (int j = 0; j < LOADS; ++j)
             if (exists(segment, j)) f[j] = load_shared2(from + (j / 2 * (WARPS * 2) + j % 2) * pieces);
@@ -142,36 +144,28 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
         }
     }
     // Stores the warp's sums of a unit and clears the accumulators.
-    DEVICE void store_sums(float (&d)[FOURS][2][4], float *to) {
+    DEVICE void store_sums(float (&d)[2][4], float *to) {
+        const int token = lane & 3;
+        if (token < a.tokens) to[token * 8 + (lane >> 2)] = (d[0][0] + d[0][3]) + (d[1][0] + d[1][3]);
 #pragma unroll
-        for (int four = 0; four < FOURS; ++four) {
-            const int token = 4 * four + (lane & 3);
-            if (token < a.tokens)
-                to[token * 8 + (lane >> 2)] = (d[four][0][0] + d[four][0][3]) + (d[four][1][0] + d[four][1][3]);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) d[four][i / 4][i % 4] = 0;
-        }
+        for (int i = 0; i < 8; ++i) d[i / 4][i % 4] = 0;
     }
     // Multiplies `units` units. While a slot is multiplied, the next one is loaded to registers.
     DEVICE void multiply_units(int units, float *to, const uint2 (&held)[LOADS]) {
         to += warp * a.tokens * 8;
         const int total = units * SEGMENTS;
         int n = 0, segment = 0;
-        float d[FOURS][2][4] = {};
+        float d[2][4] = {};
         const auto advance = [&](const uint4 (&v)[LOADS], uint4 (&following)[LOADS]) {
             const bool last = segment == SEGMENTS - 1, more = ++n < total;
             const int next = last ? 0 : segment + 1;
             if (more) load_slot(following, next);
-            if constexpr (HELD) {
-                multiply_slot(d[0], held, v, 0);
+            if constexpr (JOINED) {
+                multiply_slot(d, held, v, 0);
             } else {
-#pragma unroll
-                for (int four = 0; four < FOURS; ++four)
-                    if (four == 0 || 4 * four < a.tokens) {
-                        uint2 f[LOADS];
-                        load_x(f, segment, four);
-                        multiply_slot(d[four], f, v, segment);
-                    }
+                uint2 f[LOADS];
+                load_x(f, segment);
+                multiply_slot(d, f, v, segment);
             }
             release(more, v, segment);
             if (last) store_sums(d, to), to += WARPS * 8 * a.tokens;
@@ -247,7 +241,7 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
     DEVICE void run() {
         const int each = (WARPS * 8) * a.tokens;
         uint2 held[LOADS];
-        if constexpr (HELD) load_x(held, 0, 0);
+        if constexpr (JOINED) load_x(held, 0);
         if (NORM && a.tokens == 1) alone = this->factor(0);
         for (int i = 0, turn = 0; i < count; i += a.group, turn ^= 1) {
             const int units = min(a.group, count - i);
@@ -264,9 +258,9 @@ struct Multiplier : Input<Product, K, NORM, 0, 0, kPaired> {
 };
 
 // A block has 8 multiplying warps and one copying warp.
-template <int K, bool NORM, int OUT, int FOURS, int ROWS, bool TERMS = false> DEVICE void product(const Product &a) {
+template <int K, bool NORM, int OUT, int ROWS, bool TERMS = false> DEVICE void product(const Product &a) {
     extern __shared__ __align__(128) char shared[];
-    Multiplier<K, NORM, OUT, FOURS, ROWS, TERMS> m(a, shared);
+    Multiplier<K, NORM, OUT, ROWS, TERMS> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
     if (NORM && m.tid * 32 < K) prefetch(a.scale + m.tid * 32);
     __syncthreads();

@@ -1,5 +1,5 @@
 
-// y[t, n] = sum of x[t, k] * weight[n, k] for up to 16 tokens and weights whose columns may be split over devices. As
+// y[t, n] = sum of x[t, k] * weight[n, k] for up to four tokens and weights whose columns may be split over devices. As
 // product.cuh, but sums have the order of deltic/ops/slices.py, whatever part of the columns the device has.
 //
 // A warp multiplies a whole slice of a unit. It takes groups of 32 columns one after the other, counted from the slice's first
@@ -13,7 +13,7 @@
 // its own quarter of the multiprocessor.
 
 // The shape of a slot. SLICES: slices of the device. RUNS: number of equal runs of columns; a slice has one range in each.
-// SHORT: slots are short, because the input of many tokens, or a small card, leaves little room.
+// SHORT: slots are short, because a small card leaves little room.
 template <int K, int SLICES, int RUNS, int ROWS, bool SHORT> struct SliceShape {
     static constexpr int UNIT = 16, RUN = K / RUNS, RANGE = slice_end(RUN / UNIT, SLICES, 0) * UNIT, COPY = 2304, LANES = 16;
     static_assert(RUN % UNIT == 0 && K % RUNS == 0);
@@ -51,7 +51,7 @@ template <int K, int SLICES, int RUNS, int ROWS, bool SHORT> struct SliceShape {
 
 // OUT: kAdd adds the sums to y; kPart writes the sums of the device's slices to y. HEAD, SLICE: as in `Input`. SLICES, RUNS,
 // SHORT: as in `SliceShape`. Others: as in `Multiplier`.
-template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT, bool TERMS = false>
+template <int K, int OUT, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT, bool TERMS = false>
 struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
     using Base = Input<Product, K, false, HEAD, SLICE, kPaired>;
     using Base::a, Base::tid, Base::warp, Base::lane, Base::xs, Base::WARPS;
@@ -113,41 +113,32 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
                   (const char *)a.weight + of * (K * 2) + Shape::first(own, p) * 2, bytes, barrier, policy);
         end_copies(barrier);
     }
-    // Multiplies part p of a slice. d: accumulators of even and odd groups, for four tokens each.
-    DEVICE void multiply_part(float (&d)[FOURS][2][4], int slice, int p) {
-        constexpr int AHEAD = FOURS == 1 ? 4 : 2;  // groups loaded to registers at once
+    // Multiplies part p of a slice. d: accumulators of even and odd groups.
+    DEVICE void multiply_part(float (&d)[2][4], int slice, int p) {
+        constexpr int AHEAD = 4;  // groups loaded to registers at once
         const int columns = Shape::columns(slice, p), groups = Shape::EQUAL ? Shape::PIECE / 32 : (columns + 31) / 32;
         const int column = Shape::first(slice, p) + (lane & 3) * 8;
         const u32 from = input + column / 32 * a.tokens * 64 + column % 32 * 2, barrier = barriers + 8 * slot;
         const u32 at = ring + slot * SLOT + Shape::place(warp % JOINED, (lane >> 2) % ROWS) + (lane & 3) * 16;
         const auto multiply_groups = [&](int first) {
             uint4 w[AHEAD];
-            uint2 x[AHEAD][FOURS];
+            uint2 x[AHEAD];
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
                 const int group = first + i;
                 if (group >= groups) continue;
                 const bool mine = Shape::WHOLE_GROUPS || group * 32 + (lane & 3) * 8 < columns;
                 w[i] = mine ? load_shared(at + group * 64) : make_uint4(0, 0, 0, 0);
-#pragma unroll
-                for (int four = 0; four < FOURS; ++four) {
-                    // missing tokens read the last one
-                    const u32 token = from + (group * a.tokens + min(4 * four + (lane >> 3), a.tokens - 1)) * 64;
-                    x[i][four] = make_uint2(0, 0);
-                    if (mine && (four == 0 || 4 * four < a.tokens)) x[i][four] = load_shared2(token);
-                }
+                // missing tokens read the last one
+                x[i] = mine ? load_shared2(from + (group * a.tokens + min(lane >> 3, a.tokens - 1)) * 64) : make_uint2(0, 0);
             }
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i)
-                if (first + i < groups)
-#pragma unroll
-                    for (int four = 0; four < FOURS; ++four)
-                        if (four == 0 || 4 * four < a.tokens)
-                            multiply(d[four][i % 2], w[i].x, w[i].y, w[i].z, w[i].w, x[i][four].x, x[i][four].y);
+                if (first + i < groups) multiply(d[i % 2], w[i].x, w[i].y, w[i].z, w[i].w, x[i].x, x[i].y);
         };
         await_barrier(barrier, lap);
         __syncwarp();
-        if constexpr (Shape::EQUAL && FOURS == 1) {
+        if constexpr (Shape::EQUAL) {
 #pragma unroll
             for (int group = 0; group < Shape::PIECE / 32; group += AHEAD) multiply_groups(group);
         } else {
@@ -165,15 +156,12 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
 #pragma unroll 1
         for (int unit = 0; unit < units; unit += UNITS, to += WARPS * a.tokens * ROWS) {
             const bool exists = UNITS == 1 || unit + own < units;
-            float d[FOURS][2][4] = {};
+            float d[2][4] = {};
 #pragma unroll 1
             for (int p = 0; p < PARTS && exists; ++p) multiply_part(d, slice, p);
-#pragma unroll
-            for (int four = 0; four < FOURS; ++four) {
-                const int token = 4 * four + (lane & 3);
-                if (exists && token < a.tokens && (lane >> 2) < ROWS)
-                    to[token * ROWS + (lane >> 2)] = (d[four][0][0] + d[four][0][3]) + (d[four][1][0] + d[four][1][3]);
-            }
+            const int token = lane & 3;
+            if (exists && token < a.tokens && (lane >> 2) < ROWS)
+                to[token * ROWS + (lane >> 2)] = (d[0][0] + d[0][3]) + (d[1][0] + d[1][3]);
         }
     }
     // Address in y of output `number` of [unit, token, row], from unit `first` on; null past the last row.
@@ -225,10 +213,10 @@ struct SlicedMultiplier : Input<Product, K, false, HEAD, SLICE, kPaired> {
 };
 
 // A block has 8 multiplying warps and COPYING copying warps.
-template <int K, int OUT, int FOURS, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT, bool TERMS = false>
+template <int K, int OUT, int ROWS, int HEAD, int SLICE, int SLICES, int RUNS, bool SHORT, bool TERMS = false>
 DEVICE void sliced(const Product &a) {
     extern __shared__ __align__(128) char shared[];
-    SlicedMultiplier<K, OUT, FOURS, ROWS, HEAD, SLICE, SLICES, RUNS, SHORT, TERMS> m(a, shared);
+    SlicedMultiplier<K, OUT, ROWS, HEAD, SLICE, SLICES, RUNS, SHORT, TERMS> m(a, shared);
     if (m.warp >= m.WARPS) return m.copy_all(m.warp - m.WARPS);
     m.slot = m.warp / m.JOINED;
     __syncthreads();
