@@ -137,7 +137,7 @@ def test_derived_struct_layouts(name: str, base: str) -> None:
 def test_products_fit(name: str, tokens: int) -> None:
     for product in shapes_of(name).products:
         if product.few < tokens <= product.most:
-            assert product.many_bytes(tokens) <= BLOCK
+            assert product.many(tokens)[1] <= BLOCK
         for mine in (1, 2, 8, 240) if tokens <= product.few else ():
             group = product.group(tokens, mine)
             slots, shared = product.shared(tokens, group, mine)

@@ -279,33 +279,6 @@ def gated_delta(
     return DeltaRun(outputs, updates, states)
 
 
-def gated_delta_replay(
-    state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor,
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Returns one token's (output, update), [Hv, Dv] each, from a state and the n entries after it, in low-rank form.
-
-    Shapes as in `fold` (entries) and `gated_delta_step` (token). With D_i the product of the decays after
-    entry i, including the token's own decay:
-    u = β (v - D_0 Sᵀ k - Σ D_i (k_i·k) u_i), o = (D_0 Sᵀ q + Σ D_i (k_i·q) u_i + (k·q) u) / √Dk.
-    D is a product from newest to oldest: a ratio of prefix products would divide by zero after an underflow.
-    Differs from `fold` and `gated_delta_step` only by rounding.
-    """
-    heads = len(value)
-    query, key = spread(query, heads) / state.shape[-2] ** 0.5, spread(key, heads)
-    remembered, output = torch.zeros_like(value), torch.zeros_like(value)
-    product = decay
-    for index in reversed(range(len(keys))):
-        old = spread(keys[index], heads)
-        remembered = remembered + (product * (old * key).sum(-1))[:, None] * updates[index]
-        output = output + (product * (old * query).sum(-1))[:, None] * updates[index]
-        product = product * decays[index]
-    remembered = remembered + product[:, None] * (state * key[..., None]).sum(-2)
-    output = output + product[:, None] * (state * query[..., None]).sum(-2)
-    update = (value - remembered) * beta[:, None]
-    return output + (key * query).sum(-1, keepdim=True) * update, update
-
-
 def next_base(base: int, done: int, chunk: int, append: bool) -> int:
     """Returns the number of tokens in a row's target state after a step, which is `base` of its next step. Rejected
     tokens never move `done` below it. Raises ValueError if a chunk to append is longer than a ring."""

@@ -65,7 +65,7 @@ class GemvProducts:
 def launch_plain(module: Module, product: Multiply, weight: Tensor, tokens: int, blocks: int, **values: Any) -> None:
     """Launches a product with a bfloat16 weight. values: as in `GemvProducts.launch`."""
     rows, units = len(weight), -(-len(weight) // product.unit)
-    sizes, group, shared = dict.fromkeys(("whole", "rest", "inverse", "slots"), 0), 0, product.many_bytes(tokens)
+    sizes, group, shared = dict.fromkeys(("whole", "rest", "inverse", "slots"), 0), 0, product.many(tokens)[1]
     if tokens <= product.few:
         units_of_block = -(-units // blocks)
         group = product.group(tokens, units_of_block)

@@ -40,7 +40,7 @@ from deltic.ops.types import (
 
 SEGMENT = 1024
 """Columns of a weight that are copied to shared memory at once."""
-_MOST_TILES, _MANY_RING_BYTES = 3, 160 << 10
+_MOST_TILES, _MANY_RING_BYTES = 3, 96 << 10
 """Of products of many tokens: tiles of 16 rows at once, and bytes of the ring if the card has as many."""
 _MIN_BYTES_IN_FLIGHT = 60 << 10
 """Bytes of weights in flight below which a block with several tokens takes the next kernel's shared memory, too."""
@@ -113,20 +113,16 @@ class Multiply:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
         out = ("store", "add", "gate", "part")[self.out]
         form = f"{self.unit}_few" if tokens <= self.few else f"{self.tiles}_many"
-        return f"product_{self.columns}_{kind}_{out}_{form}" + self._split.suffix + "_terms" * self.terms
-
-    @property
-    def _split(self) -> ColumnSlices:
-        return self.split if self._sliced else WHOLE
+        return f"product_{self.columns}_{kind}_{out}_{form}" + self.split.suffix + "_terms" * self.terms
 
     def source(self, tokens: int, limits_registers: bool = False) -> str:
         """Returns the kernel's CUDA source."""
-        norm, split = str(self.norm).lower(), f"{self._split.slices}, {self._split.runs}"
+        norm, split = str(self.norm).lower(), f"{self.split.slices}, {self.split.runs}"
         type, more = ("AddedProduct", ", true") if self.terms else ("Product", "")
         threads, resident, check = self.threads(tokens), self.card.resident(TWO_BLOCKS_SHARED_BYTES), ""
         if tokens > self.few:
-            resident = 1
-            call = f"product_many<{self.columns}, {norm}, {self.out}, {self.tiles}, {self._stages}, {split}{more}>"
+            resident, stages = 1, self.many(tokens)[0]
+            call = f"product_many<{self.columns}, {norm}, {self.out}, {self.tiles}, {stages}, {split}{more}>"
         elif self._sliced:
             check, short = self._shape.check, str(self._shape.short).lower()
             call = (f"sliced<{self.columns}, {self.out}, {self.unit}, {self.head}, {self.slice}, {split}, "
@@ -138,22 +134,11 @@ class Multiply:
         return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
                 f"(const __grid_constant__ {type} a) {{ {call}(a); }}\n{check}")
 
-    @property
-    def _stages(self) -> int:
-        """Stages of the ring of many tokens."""
-        room = self.card.max_shared_bytes - self._many_sums(MAX_GEMV_TOKENS)
-        return min(6, min(_MANY_RING_BYTES, room) // self._stage)
-
-    @property
-    def _stage(self) -> int:  # bytes
-        return (2 * self.tiles + 2) * WARPS * 32 * 16
-
-    def _many_sums(self, tokens: int) -> int:
-        return WARPS * self.tiles * 16 * tokens * 4
-
-    def many_bytes(self, tokens: int) -> int:
-        """Returns the bytes of shared memory of a block with many tokens."""
-        return self._stages * self._stage + self._many_sums(tokens)
+    def many(self, tokens: int) -> tuple[int, int]:
+        """Returns the stages of the ring of many tokens, and the bytes of shared memory of a block."""
+        stage, sums = (2 * self.tiles + 2) * WARPS * 32 * 16, WARPS * self.tiles * 16 * 4  # bytes; sums: of a token
+        stages = min(_MANY_RING_BYTES, self.card.max_shared_bytes - MAX_GEMV_TOKENS * sums) // stage
+        return stages, stages * stage + tokens * sums
 
     def threads(self, tokens: int) -> int:
         """Returns the threads per block."""
@@ -207,8 +192,7 @@ class Multiply:
 def plain_product(weight: Tensor, norm: bool, out: int, blocks: int, split: ColumnSlices, card: Card) -> Multiply:
     """Returns the product with a bfloat16 weight. blocks: blocks of a launch."""
     rows, columns = weight.shape
-    parts = blocks * (WARPS // split.slices if out in (ADD, PART) else 1)
-    tiles = -(-rows // (8 * parts)) / 2
+    tiles = -(-rows // (8 * blocks * (WARPS // split.slices))) / 2
     least = math.ceil(tiles / math.ceil(tiles / _MOST_TILES))  # with which a block has as few passes
     return Multiply(columns, norm, out, unit_of(rows, out, blocks), split=split, tiles=least, card=card)
 
@@ -340,7 +324,7 @@ def _shared_bytes(product: Multiply | PackedMultiply) -> int:
     if isinstance(product, PackedMultiply):
         return product.shared
     few = (product.shared(tokens, product.group(tokens, 1 << 20), 1 << 20)[1] for tokens in range(1, product.few + 1))
-    return max([*few, product.many_bytes(product.most)])
+    return max([*few, product.many(product.most)[1]])
 
 
 def state_header(state: str) -> str:

@@ -202,7 +202,7 @@ template <int BYTES> DEVICE void copy_async(u32 to, const void *from) {
 DEVICE void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Copies 16 bytes or, without `has`, writes zeros. `from` is an address that may be read in any case.
 DEVICE void copy_async_or_zero(u32 to, const void *from, bool has) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(has ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(has ? 16 : 0) : "memory");
 }
 // Ends a group of a thread's copies.
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
