@@ -124,7 +124,8 @@ class PackedMultiply:
 
     def source(self, tokens: int) -> str:
         kinds = sum(1 << KINDS[kind].number for kind in self.kinds)
-        resident = self.card.resident(TWO_BLOCKS_SHARED_BYTES)
+        few = _class(tokens, self.kinds) <= MMA_TOKENS // 2  # more tokens need more registers than two blocks have
+        resident = self.card.resident(TWO_BLOCKS_SHARED_BYTES) if few else 1
         threads = BOUND_FOR_72_REGISTERS if tokens == 1 and resident > 1 else WARPS * 32 + 32
         type, more = ("AddedPacked", ", true") if self.terms else ("Packed", "")
         return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
