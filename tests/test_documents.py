@@ -101,7 +101,9 @@ def forms() -> bytes:
 
 @pytest.mark.parametrize("data", [loop_of_pages(), bomb(), forms()], ids=["loop", "bomb", "forms"])
 def test_hostile_documents_stay_within_bounds(data: bytes) -> None:
-    """Processor time and memory are those of a child, which the system counts."""
+    """Processor time and memory are those of a child, which the system counts. A child begins with this process's
+    memory, which is more than the bound after some other tests."""
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     try:
         text = pdf_text(data, Limits(document_seconds=0.5))
@@ -111,7 +113,7 @@ def test_hostile_documents_stay_within_bounds(data: bytes) -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert spent < 2.0
-    assert after.ru_maxrss <= max(before.ru_maxrss, 512 << 10)
+    assert after.ru_maxrss <= max(before.ru_maxrss, own + (16 << 10), 512 << 10)
 
 
 def test_document_that_needs_too_much_memory_is_refused() -> None:
