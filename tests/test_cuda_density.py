@@ -86,12 +86,11 @@ def test_a_turn_resumes_behind_the_token_that_ended_an_answer(runtime: ModelRunn
 def test_a_size_of_gpu_memory_is_not_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what torch takes. What other processes take on the card does not count here, as it may change."""
     torch.cuda.empty_cache()
-    total, before = torch.cuda.mem_get_info()[1], 600 * MIB
+    total, others = torch.cuda.mem_get_info()[1], 600 * MIB
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (
-        total - before - torch.cuda.memory_reserved(), total))
-    before += torch.cuda.memory_reserved()
+        total - others - torch.cuda.memory_reserved(), total))
     try:
-        limit = before + 3000 * MIB
+        limit = others + torch.cuda.memory_reserved() + 3000 * MIB
         limited = loaded(gpu_memory=f"{limit >> 20}MiB", tp=1)
         limited.warm_up()
         assert limited.memory.notes[0].startswith(f"GPU memory: {limit / (1 << 30):.2f} GiB = ")

@@ -176,7 +176,7 @@ template <int K, bool NORM, int OUT, int TILES, int STAGES, int SLICES, int RUNS
     // A sum with the norm's factor and the adapter's term. row: of the weight.
     DEVICE float finished(int at, int token, int row) const {
         float v = sum(at);
-        if constexpr (NORM) v = __fmul_rn(v, a.scale[token]);
+        if constexpr (NORM) v = __fmul_rn(v, load(a.scale + token));
         if constexpr (TERMS)
             if (added().entries[token] >= 0) v = __fadd_rn(v, load(added().terms + i64(token) * a.rows + row));
         return v;
