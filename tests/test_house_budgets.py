@@ -23,7 +23,7 @@ LINES = {
     "export": 3950,
     "loader": 9435,
     "model": 1280,
-    "ops": 14220,
+    "ops": 14195,
     "runner": 4510,
     "server": 8675,
     "spec_decode": 1315,

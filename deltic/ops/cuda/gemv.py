@@ -45,37 +45,35 @@ class GemvProducts:
         for first, end in pairwise(tokens * index // launches for index in range(launches + 1)):
             part = slice(first, end)
             values = {"x": x[part], "scale": scale, "y": y[part], "eps": self._eps}
-            if terms:
-                self.launch(product, weight, end - first, terms.module, **values, **terms.arguments(part))
-            else:
-                self.launch(product, weight, end - first, self._module, **values)
+            module, more = (terms.module, terms.arguments(part)) if terms else (self._module, {})
+            self.launch(product, weight, end - first, module, **values, **more)
 
     def launch(self, product: Multiply | PackedMultiply, weight: object, tokens: int, module: Module, **values: Any
                ) -> None:
         """Launches a product of `tokens` tokens. values: the members of `arguments.ProductArgs`, or of
         `arguments.AddedProductArgs`, that do not follow from the weight."""
-        blocks = self._blocks
         if isinstance(product, PackedMultiply):
-            parts = self._shapes.parts[id(weight)]
-            return quantized_product.launch(module, product, parts, tokens, blocks, **values)
-        assert isinstance(weight, Tensor)
-        launch_plain(module, product, weight, tokens, blocks, **values)
+            quantized_product.launch(module, product, self._shapes.parts[id(weight)], tokens, self._blocks, **values)
+        else:
+            assert isinstance(weight, Tensor)
+            launch_plain(module, product, weight, tokens, self._blocks, **values)
 
 
 def launch_plain(module: Module, product: Multiply, weight: Tensor, tokens: int, blocks: int, **values: Any) -> None:
     """Launches a product with a bfloat16 weight. values: as in `GemvProducts.launch`."""
     rows, units = len(weight), -(-len(weight) // product.unit)
-    sizes, group, shared = dict.fromkeys(("whole", "rest", "inverse", "slots"), 0), 0, product.many(tokens)[1]
-    if tokens <= product.few:
-        units_of_block = -(-units // blocks)
-        group = product.group(tokens, units_of_block)
-        slots, shared = product.shared(tokens, group, units_of_block)
-        sizes = {"whole": units // blocks, "rest": units % blocks, "inverse": 65536 // tokens + 1, "slots": slots}
-    elif product.norm:
-        values |= _stage(module, product.columns, tokens, values["x"], values["scale"], values["eps"])
+    if tokens > product.few:
+        shared, sizes = product.many(tokens)[1], dict.fromkeys(("whole", "rest", "group", "inverse", "slots"), 0)
+        if product.norm:
+            values |= _stage(module, product.columns, tokens, values["x"], values["scale"], values["eps"])
+    else:
+        group = product.group(tokens, -(-units // blocks))
+        slots, shared = product.shared(tokens, group, -(-units // blocks))
+        sizes = {"whole": units // blocks, "rest": units % blocks, "group": group, "inverse": 65536 // tokens + 1,
+                 "slots": slots}
     arguments = args.AddedProductArgs if product.terms else args.ProductArgs
     module.launch(product.name(tokens), (blocks,), product.threads(tokens), arguments(
-        weight=weight, tokens=tokens, rows=rows, group=group, **sizes, **values), shared)
+        weight=weight, tokens=tokens, rows=rows, **sizes, **values), shared)
 
 
 def _stage(module: Module, columns: int, tokens: int, x: Tensor, scale: Tensor, eps: float) -> dict[str, Tensor]:

@@ -15,8 +15,8 @@ from deltic.ops.cuda.layout import (
     BOUND_FOR_72_REGISTERS,
     MAX_GEMV_TOKENS,
     MAX_SPLIT_HEAD_TOKENS,
+    OVERLAP_SHARED_BYTES,
     PLAIN_MMA_TOKENS,
-    SHARED_BYTES_BESIDE_NEXT,
     TWO_BLOCKS_SHARED_BYTES,
     WARPS,
 )
@@ -33,7 +33,6 @@ from deltic.ops.types import (
     DecoderWeights,
     GdnSpec,
     GdnWeights,
-    MlpWeights,
     MoeWeights,
     Weight,
 )
@@ -41,7 +40,7 @@ from deltic.ops.types import (
 SEGMENT = 1024
 """Columns of a weight that are copied to shared memory at once."""
 _MOST_TILES, _MANY_RING_BYTES = 3, 96 << 10
-"""Of products of many tokens: tiles of 16 rows at once, and bytes of the ring if the card has as many."""
+"""Products of many tokens: largest number of tiles of 16 rows at once, and largest size of the ring in bytes."""
 _MIN_BYTES_IN_FLIGHT = 60 << 10
 """Bytes of weights in flight below which a block with several tokens takes the next kernel's shared memory, too."""
 STORE, ADD, GATE, PART = range(4)
@@ -86,8 +85,7 @@ class Multiply:
 
     @property
     def few(self) -> int:
-        """Largest number of tokens with input in shared memory; it must leave room for the sums and the ring. More
-        tokens are many (kernels/product_many.cuh)."""
+        """Largest number of tokens whose input fits in shared memory. More are many (kernels/product_many.cuh)."""
         most = MAX_SPLIT_HEAD_TOKENS if self.head else PLAIN_MMA_TOKENS
         return min(most, self._room // (self.columns * 2 + 2 * self._least_sums(1)))
 
@@ -106,8 +104,7 @@ class Multiply:
 
     @property
     def _shape(self) -> SliceShape:
-        short = self.card.max_shared_bytes < SHARED_BYTES_BESIDE_NEXT
-        return SliceShape(self.columns, self.split, self.unit, short)
+        return SliceShape(self.columns, self.split, self.unit, self.card.max_shared_bytes < OVERLAP_SHARED_BYTES)
 
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
@@ -125,8 +122,8 @@ class Multiply:
             call = f"product_many<{self.columns}, {norm}, {self.out}, {self.tiles}, {stages}, {split}{more}>"
         elif self._sliced:
             check, short = self._shape.check, str(self._shape.short).lower()
-            call = (f"sliced<{self.columns}, {self.out}, {self.unit}, {self.head}, {self.slice}, {split}, "
-                    f"{short}{more}>")
+            heads = f"{self.head}, {self.slice}"
+            call = f"sliced<{self.columns}, {self.out}, {self.unit}, {heads}, {split}, {short}{more}>"
         else:
             call = f"product<{self.columns}, {norm}, {self.out}, {self.unit}{more}>"
         if limits_registers and resident > 1:
@@ -142,24 +139,21 @@ class Multiply:
 
     def threads(self, tokens: int) -> int:
         """Returns the threads per block."""
-        if tokens > self.few:
-            return WARPS * 32
-        return (WARPS + (self._shape.copying if self._sliced else 1)) * 32
+        copying = 0 if tokens > self.few else self._shape.copying if self._sliced else 1
+        return (WARPS + copying) * 32
 
     def group(self, tokens: int, units: int) -> int:
         """Returns the units that a block multiplies between two sums over its warps: as many as fit."""
         rest = (self._room + 1024 - self._fixed(tokens)) // 2
         if tokens == 1 and self._sliced:  # with the least number of slots, the next kernel's block must still fit
-            beside = SHARED_BYTES_BESIDE_NEXT - self._fixed(tokens) - self._least_slots * self._slot
-            rest = min(rest, beside // 2)
+            rest = min(rest, (OVERLAP_SHARED_BYTES - self._fixed(tokens) - self._least_slots * self._slot) // 2)
         at_once = self._shape.units if self._sliced else 1
         return at_once * max(1, min(min(self.card.sum_bytes, rest) // self._least_sums(tokens), -(-units // at_once)))
 
-    def slots(self, tokens: int, sums: int) -> int:
-        """Returns the slots of a block's ring of weight segments. sums: bytes of shared memory for sums."""
-        slot, fixed, least = self._slot, self._fixed(tokens) + sums, self._least_slots
-        most = self.card.max_shared_bytes
-        slots = (min(SHARED_BYTES_BESIDE_NEXT, most) - fixed) // slot
+    def _slots(self, tokens: int, sums: int) -> int:
+        """Returns the most slots of a block's ring of weight segments. sums: bytes of shared memory for sums."""
+        slot, fixed, least, most = self._slot, self._fixed(tokens) + sums, self._least_slots, self.card.max_shared_bytes
+        slots = (min(OVERLAP_SHARED_BYTES, most) - fixed) // slot
         if slots < max(3, least * self._sliced) or (tokens > 1 and slots * slot < _MIN_BYTES_IN_FLIGHT):
             slots = (most - fixed) // slot
         slots = max(least, min(slots, 24 if slot < self.unit * SEGMENT * 2 else 12))
@@ -172,7 +166,7 @@ class Multiply:
             at_once = self._shape.units
             steps = -(-units // at_once) * self._shape.rounds * self._shape.teams
         sums = (1 if group >= units else 2) * group // at_once * self._least_sums(tokens)
-        slots = max(2, min(self.slots(tokens, sums), steps))
+        slots = max(2, min(self._slots(tokens, sums), steps))
         return slots, max(TWO_BLOCKS_SHARED_BYTES, self._fixed(tokens) + sums + slots * self._slot)
 
     def _least_sums(self, tokens: int) -> int:
@@ -282,22 +276,15 @@ class Shapes:
         text += host_entries(f"{self.host}, 1, 1, false, false") if self.host else ()
         return "".join(text)
 
-    def _streams_alone(self, gdn: GdnSpec) -> bool:
-        """True if a multiprocessor's shared memory has room for only one state."""
-        return self.card.resident(gdn.key_dim * gdn.value_dim * 4 + (16 << 10)) == 1
-
     def product_sources(self) -> list[str]:
         """Returns each kernel's source once, although a kernel serves several numbers of tokens."""
         text: dict[str, None] = {}
         for product in self.products:
             for tokens in range(1, product.most + 1):
-                if isinstance(product, PackedMultiply):
-                    text[product.source(tokens)] = None
-                else:
-                    text[product.source(tokens, self.limits_registers)] = None
+                limits = () if isinstance(product, PackedMultiply) else (self.limits_registers,)
+                text[product.source(tokens, *limits)] = None
             if isinstance(product, Multiply) and product.norm:
-                name = f"stage_{product.columns}"
-                text[entry(name, "Stage", "256", f"stage_many<{product.columns}>")] = None
+                text[entry(f"stage_{product.columns}", "Stage", "256", f"stage_many<{product.columns}>")] = None
         return list(text)
 
     def _gdn(self, gdn: GdnSpec, kind: str, name: str) -> list[str]:
@@ -313,7 +300,8 @@ class Shapes:
             if self.delta_logs:
                 text.append(entry("gdn_many_rings", "OverRings", f"{WHOLE_STATE_THREADS}, 1", f"{whole}, true>"))
         else:
-            fit = min(1024 // block, 1 if self._streams_alone(gdn) else 8)
+            alone = self.card.resident(gdn.key_dim * gdn.value_dim * 4 + (16 << 10)) == 1  # one state fits, not two
+            fit = min(1024 // block, 1 if alone else 8)
             text.append(entry(f"gdn_{name}", "Gdn", f"{block}, {fit}", f"gdn_stream<{shape}>"))
         if self.delta_logs:
             text.append(entry(f"gdn_verify_{name}", "Verify", "128, 4", f"gdn_verify<{shape}>"))
@@ -389,14 +377,14 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
                 return None
             gdn = mixer.spec
             found.add(mixer.in_proj, True, STORE)
-            found.add_summed(mixer.out_proj, mixer.shards, gdn)
+            found.add(mixer.out_proj, False, summed(mixer.shards), mixer.shards, gdn)
         else:
             own_form = form_of(mixer)
             if attention and (mixer.spec, own_form) != (attention, form):
                 return None
             attention, form = mixer.spec, own_form
             found.add(mixer.qkv, True, STORE)
-            found.add_summed(mixer.o_proj, mixer.shards)
+            found.add(mixer.o_proj, False, summed(mixer.shards), mixer.shards)
         if isinstance(layer.mlp, MoeWeights):
             own = experts_shape(layer.mlp)
             experts = own.joined(experts) if own and experts else own
@@ -404,7 +392,10 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
                 return None
             found.add(layer.mlp.router, True, STORE)
         else:
-            found.add_dense(layer.dense)
+            dense = layer.dense
+            found.add(dense.gate_up, True, GATE)
+            found.add(dense.down, False, summed(dense.shards), dense.shards)
+            found.asks_host |= dense.pool is not None and dense.pool.store.host is not None
     found.add(decoder.head, True, STORE)
     if isinstance(decoder.head, Tiles):
         found.add(decoder.head, False, STORE)
@@ -444,28 +435,20 @@ class _Found:
     asks_host: bool = False
     all_known: bool = True
 
-    def add(self, weight: Weight, norm: bool, out: int) -> None:
+    def add(self, weight: Weight, norm: bool, out: int, shards: int = 1, heads: GdnSpec | None = None) -> None:
+        """Adds the product with a weight. shards: devices over which the weight's columns are split. heads: spec of the
+        layer if the weight may also be multiplied with outputs of split heads."""
+        split = split_of(shards, heads)
         if isinstance(weight, Tensor) and _plain(weight):
-            self.products[plain_product(weight, norm, out, self.blocks, WHOLE, self.card)] = None
-        elif parts := self._parts_of(weight, out):
-            self.products[product_of(parts, norm, out, self.blocks)] = None
-        else:
-            self.all_known = False
-
-    def add_summed(self, weight: Weight, shards: int, heads: GdnSpec | None = None) -> None:
-        """Adds the products with a weight that has its columns split over `shards` devices. heads: spec of the layer
-        if the weight may be multiplied with outputs of split heads."""
-        out, split = summed(shards), split_of(shards, heads)
-        if isinstance(weight, Tensor) and _plain(weight):
-            product = plain_product(weight, False, out, self.blocks, split, self.card)
+            product = plain_product(weight, norm, out, self.blocks, split, self.card)
             self.products[product] = None
             if heads:
                 self.products[heads_product(heads, product.unit, self.card, shards)] = None
         elif parts := self._parts_of(weight, out):
-            self.products[product_of(parts, False, out, self.blocks, split=split)] = None
+            self.products[product_of(parts, norm, out, self.blocks, split=split)] = None
             if heads:
                 size = gdn_slice(heads, "few", shards)
-                self.products[product_of(parts, False, out, self.blocks, heads.value_dim, size, split)] = None
+                self.products[product_of(parts, norm, out, self.blocks, heads.value_dim, size, split)] = None
         else:
             self.all_known = False
 
@@ -475,11 +458,6 @@ class _Found:
             self.parts[id(weight)] = parts
             self.kinds.update(part.type for part in parts)
         return parts
-
-    def add_dense(self, weights: MlpWeights) -> None:
-        self.add(weights.gate_up, True, GATE)
-        self.add_summed(weights.down, weights.shards)
-        self.asks_host |= weights.pool is not None and weights.pool.store.host is not None
 
 
 def form_of(weights: AttentionWeights) -> int:

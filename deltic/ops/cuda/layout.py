@@ -10,7 +10,7 @@ MAX_SPLIT_HEAD_TOKENS = 2
 """Largest number of tokens for which heads are split into slices, one block per slice, if the card has enough room."""
 WARPS = 8
 """Warps of a block that multiply. Further warps copy."""
-SHARED_BYTES_BESIDE_NEXT = 105 << 10
+OVERLAP_SHARED_BYTES = 105 << 10
 """Shared memory of a block that leaves room for the next kernel's block and a small one, on cards with enough of it."""
 TWO_BLOCKS_SHARED_BYTES = 84 << 10
 """Shared memory of a block with which no more than two blocks fit on a multiprocessor."""

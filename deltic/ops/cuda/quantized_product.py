@@ -24,7 +24,7 @@ from deltic.ops.cuda.quantized import KINDS, PLAIN_KINDS, TILE_COLUMNS, TILE_ROW
 from deltic.ops.cuda.sliced_product import WHOLE, ColumnSlices
 from deltic.ops.types import Block, Weight
 
-_SHARED_BYTES_BESIDE_NEXT = 104 << 10
+_OVERLAP_SHARED_BYTES = 104 << 10
 """Shared memory of a block that leaves room for the next product's block."""
 _MAX_PARTS, _MAX_SLOTS = 4, 16
 """Largest number of parts of a weight, and of slots of a ring."""
@@ -174,10 +174,10 @@ class PackedMultiply:
         sums = sum(min(round, count) for count in counts) * unit
         slot = _slot(self.kinds, high)
         fixed = 1024 + tokens * _input(self.columns, self.kinds) + sums * min(rounds, 2)
-        slots_beside = (min(_SHARED_BYTES_BESIDE_NEXT, shared) - fixed) // slot
+        overlapping = (min(_OVERLAP_SHARED_BYTES, shared) - fixed) // slot
         # total number of slots that a block fills
         wanted = sum(-(-(-(-min(round, count) // high) * tile) // WARPS) for count in counts) * rounds
-        fit = slots_beside if slots_beside >= 3 else (shared - fixed) // slot
+        fit = overlapping if overlapping >= 3 else (shared - fixed) // slot
         slots = max(2, min(fit, _MAX_SLOTS, wanted))
         return ProductPlan(round, rounds, sums // 4, slots, slot, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot))
 
@@ -249,7 +249,7 @@ def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head
         split = replace(split, runs=1)
     units = max(len(part.data) for part in parts)
     sums = -(-units // blocks) * (columns // TILE_COLUMNS * TILE_ROWS * 4)
-    room = min(_SHARED_BYTES_BESIDE_NEXT, card.max_shared_bytes) - 1024 - _input(columns, kinds) - sums
+    room = min(_OVERLAP_SHARED_BYTES, card.max_shared_bytes) - 1024 - _input(columns, kinds) - sums
     long = units * (columns // TILE_COLUMNS) >= _LONG_TILES * blocks
     high = 2 if units > blocks and (room >= 3 * _slot(kinds, 2) or long) else 1
     return PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice, split, card)
