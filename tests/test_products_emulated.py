@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from deltic.ops.cuda.arguments import ProductArgs, StageArgs
 from deltic.ops.cuda.card import CARDS
@@ -57,19 +58,41 @@ CASES = [
     Case(4352, PART, 120, blocks=2, split=ColumnSlices(2)), Case(1088, PART, 90, split=ColumnSlices(1))]
 
 
+def library_of(case: Case, tokens: int, target: Path) -> ctypes.CDLL:
+    """The product of so many tokens, compiled for the processor."""
+    call, source = re.search(r"\{ (\w+<.*?>)\(a\)", case.product.source(tokens)), Path(__file__).parent
+    assert call
+    subprocess.run(["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-I{FOLDER}",
+                    f"-DPRODUCT={call[1]}", f"-DSTAGED=stage_many<{case.columns}>",
+                    str(source / "emulated_products.cpp"), "-o", str(target)], check=True)
+    return ctypes.CDLL(str(target))
+
+
+def multiply(case: Case, library: ctypes.CDLL, weight: Tensor, x: Tensor, scale: Tensor | None, y: Tensor) -> None:
+    """Writes the product to y, or adds it."""
+    product, tokens, group, slots = case.product, len(x), 0, 0
+    units = -(-case.rows // case.unit)
+    if tokens <= product.few:
+        group = product.group(tokens, -(-units // case.blocks))
+        slots, _ = product.shared(tokens, group, -(-units // case.blocks))
+    elif scale is not None:
+        staged, factors = torch.empty(x.numel(), dtype=torch.bfloat16), torch.empty(tokens)
+        assert library.run_stage(ctypes.byref(StageArgs(x=x, scale=scale, y=staged, factors=factors, eps=EPS,
+                                                        tokens=tokens)), 256) == tokens
+        x, scale = staged, factors
+    copies = library.run_product(ctypes.byref(ProductArgs(
+        weight=weight, x=x, scale=scale, y=y, eps=EPS, tokens=tokens, rows=case.rows, whole=units // case.blocks,
+        rest=units % case.blocks, group=group, inverse=65536 // tokens + 1, slots=slots)),
+        case.blocks, product.threads(tokens))
+    assert copies > 0
+
+
 @pytest.mark.parametrize("case", [*QUICK, *[pytest.param(case, marks=pytest.mark.slow) for case in CASES]], ids=str)
 def test_products(case: Case, tmp_path: Path) -> None:
-    """Of bfloat16 weights, added in float32."""
+    """Of bfloat16 weights, added in float32. Many tokens have the bits that each of them has alone."""
     if not shutil.which("g++"):
         pytest.skip("g++ is not installed")
-    product, tokens = case.product, case.tokens
-    call, target = re.search(r"\{ (\w+<.*?>)\(a\)", product.source(tokens)), tmp_path / "product.so"
-    assert call
-    source = Path(__file__).with_name("emulated_products.cpp")
-    subprocess.run(["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-I{FOLDER}",
-                    f"-DPRODUCT={call[1]}", f"-DSTAGED=stage_many<{case.columns}>", str(source), "-o", str(target)],
-                   check=True)
-    rng = torch.Generator().manual_seed(1)
+    tokens, rng = case.tokens, torch.Generator().manual_seed(1)
     weight = (torch.randn(case.rows, case.columns, generator=rng) * 0.05).bfloat16()
     x, scale = torch.randn(tokens, case.columns, generator=rng), torch.rand(case.columns, generator=rng) + 0.5
     normed = F.rms_norm(x, scale.shape, scale, EPS)
@@ -81,19 +104,11 @@ def test_products(case: Case, tmp_path: Path) -> None:
     elif case.out == GATE:
         gate, up = wanted.chunk(2, 1)
         wanted, y = F.silu(gate) * up, torch.zeros(tokens, case.rows // 2, dtype=torch.bfloat16)
-    units = -(-case.rows // case.unit)
-    most = -(-units // case.blocks)
-    library, group, slots = ctypes.CDLL(str(target)), 0, 0
-    if tokens <= product.few:
-        group = product.group(tokens, most)
-        slots, _ = product.shared(tokens, group, most)
-    elif case.norm:
-        staged, factors = torch.empty(x.numel(), dtype=torch.bfloat16), torch.empty(tokens)
-        assert library.run_stage(ctypes.byref(StageArgs(x=x, scale=scale, y=staged, factors=factors, eps=EPS,
-                                                        tokens=tokens)), 256) == tokens
-        x, scale = staged, factors
-    copies = library.run_product(ctypes.byref(ProductArgs(
-        weight=weight, x=x, scale=scale if case.norm else None, y=y, eps=EPS, tokens=tokens, rows=case.rows,
-        whole=units // case.blocks, rest=units % case.blocks, group=group, inverse=65536 // tokens + 1, slots=slots)),
-        case.blocks, product.threads(tokens))
-    assert copies > 0 and float((y - wanted).norm() / wanted.norm()) < (5e-3 if case.norm else 1e-6)
+    alone, given = y.clone(), scale if case.norm else None
+    multiply(case, library_of(case, tokens, tmp_path / "product.so"), weight, x, given, y)
+    assert float((y - wanted).norm() / wanted.norm()) < (5e-3 if case.norm else 1e-6)
+    if tokens > case.product.few:
+        one = library_of(case, 1, tmp_path / "alone.so")
+        for token in range(tokens):
+            multiply(case, one, weight, x[token:token + 1], given, alone[token:token + 1])
+        assert torch.equal(y, alone)
