@@ -396,10 +396,8 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
             found.add(dense.gate_up, True, GATE)
             found.add(dense.down, False, summed(dense.shards), dense.shards)
             found.asks_host |= dense.pool is not None and dense.pool.store.host is not None
-    found.add(decoder.head, True, STORE)
-    if isinstance(decoder.head, Tiles):
-        found.add(decoder.head, False, STORE)
-    for weight, norm in also:
+    heads = [(decoder.head, True), (decoder.head, False)]
+    for weight, norm in (*heads[:1 + isinstance(decoder.head, Tiles)], *also):  # a quantized head without a norm, too
         found.add(weight, norm, STORE)
     if isinstance(decoder.embedding, Tiles):
         found.kinds.add(decoder.embedding.type)
