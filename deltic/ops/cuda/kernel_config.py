@@ -33,6 +33,7 @@ from deltic.ops.types import (
     DecoderWeights,
     GdnSpec,
     GdnWeights,
+    MlpWeights,
     MoeWeights,
     Weight,
 )
@@ -122,8 +123,7 @@ class Multiply:
             call = f"product_many<{self.columns}, {norm}, {self.out}, {self.tiles}, {stages}, {split}{more}>"
         elif self._sliced:
             check, short = self._shape.check, str(self._shape.short).lower()
-            heads = f"{self.head}, {self.slice}"
-            call = f"sliced<{self.columns}, {self.out}, {self.unit}, {heads}, {split}, {short}{more}>"
+            call = f"sliced<{self.columns}, {self.out}, {self.unit}, {self.head}, {self.slice}, {split}, {short}{more}>"
         else:
             call = f"product<{self.columns}, {norm}, {self.out}, {self.unit}{more}>"
         if limits_registers and resident > 1:
@@ -392,10 +392,7 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
                 return None
             found.add(layer.mlp.router, True, STORE)
         else:
-            dense = layer.dense
-            found.add(dense.gate_up, True, GATE)
-            found.add(dense.down, False, summed(dense.shards), dense.shards)
-            found.asks_host |= dense.pool is not None and dense.pool.store.host is not None
+            found.add_dense(layer.dense)
     heads = [(decoder.head, True), (decoder.head, False)]
     for weight, norm in (*heads[:1 + isinstance(decoder.head, Tiles)], *also):  # a quantized head without a norm, too
         found.add(weight, norm, STORE)
@@ -456,6 +453,11 @@ class _Found:
             self.parts[id(weight)] = parts
             self.kinds.update(part.type for part in parts)
         return parts
+
+    def add_dense(self, weights: MlpWeights) -> None:
+        self.add(weights.gate_up, True, GATE)
+        self.add(weights.down, False, summed(weights.shards), weights.shards)
+        self.asks_host |= weights.pool is not None and weights.pool.store.host is not None
 
 
 def form_of(weights: AttentionWeights) -> int:
